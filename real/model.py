@@ -1,0 +1,88 @@
+"""The small causal language model, made here: nothing is downloaded and nothing is read from disk.
+
+Version 0 of the weights is a function of the spec alone, so that an engine and a trainer in different processes (and
+different torch builds of one major line) start from equal parameters without exchanging any.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+
+class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A Qwen3-shaped decoder. The default learns the cyclic-repeat task on one core in about a minute."""
+
+    vocab: int = 32  # tokens
+    layers: int = 2
+    hidden: int = 64
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 16
+    intermediate: int = 128
+    init_std: float = 0.08  # 0.02, the usual default, learns far worse at this size
+    rope_theta: float = 10000.0
+    max_positions: int = 4096  # tokens of prompt and output together
+    dtype: str = "float32"  # a torch dtype by name
+    seed: int = 0  # of the version 0 weights
+
+    def parameters(self) -> int:
+        """How many parameters, from the shapes alone."""
+        attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads) + 2 * self.head_dim
+        mlp = 3 * self.hidden * self.intermediate
+        return 2 * self.vocab * self.hidden + self.layers * (attention + mlp + 2 * self.hidden) + self.hidden
+
+
+#: About 268 MB of weights in few, large tensors: for tests of what a sleeping engine gives back.
+WIDE = ModelSpec(
+    vocab=512, layers=4, hidden=1024, heads=16, kv_heads=16, head_dim=64, intermediate=4096, init_std=0.02
+)
+
+
+def build(spec: ModelSpec) -> Any:
+    """A transformers `Qwen3ForCausalLM` with the version 0 weights, in evaluation mode, on the CPU."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=spec.vocab,
+        num_hidden_layers=spec.layers,
+        hidden_size=spec.hidden,
+        num_attention_heads=spec.heads,
+        num_key_value_heads=spec.kv_heads,
+        head_dim=spec.head_dim,
+        intermediate_size=spec.intermediate,
+        max_position_embeddings=spec.max_positions,
+        rope_parameters={"rope_type": "default", "rope_theta": spec.rope_theta},
+        tie_word_embeddings=False,
+        attention_dropout=0.0,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        model = Qwen3ForCausalLM(config).to(getattr(torch, spec.dtype))
+    fill(model, spec)
+    return model.eval()
+
+
+def fill(model: Any, spec: ModelSpec) -> None:
+    """Write the version 0 weights into `model`, in place: normal matrices and unit norms, drawn in name order."""
+    import torch
+
+    generator = torch.Generator().manual_seed(spec.seed)
+    with torch.no_grad():
+        for _, parameter in sorted(model.named_parameters()):
+            if parameter.dim() < 2:
+                parameter.fill_(1.0)
+            else:
+                drawn = torch.empty(parameter.shape, dtype=torch.float32)
+                parameter.copy_(drawn.normal_(0.0, spec.init_std, generator=generator))
+
+
+def save(spec: ModelSpec, folder: Path) -> Path:
+    """Version 0 as a Hugging Face checkpoint, for engines that load from disk."""
+    build(spec).save_pretrained(folder)
+    return folder

@@ -1,0 +1,159 @@
+"""The children's half of a weight transfer: a model's parameters as named bytes.
+
+Trainer and engine lay their parameters into buckets by the same plan, in name order; a bucket is a run of bytes that
+the trainer packs and the engine copies in place, bit for bit. How the bytes travel is the group's or the mapping's
+business.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .transport import Tensor, plan
+from .wire import Piece, Refused
+
+
+class WeightSet:
+    """The parameters of one model, in name order."""
+
+    def __init__(self, model: Any) -> None:
+        self.parameters: dict[str, torch.Tensor] = dict(sorted(model.named_parameters()))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parameters."""
+        return sum(p.numel() * p.element_size() for p in self.parameters.values())
+
+    def buckets(self, bucket_bytes: int) -> list[list[Piece]]:
+        """The plan of these parameters."""
+        return plan((Tensor(n, p.numel(), p.element_size()) for n, p in self.parameters.items()), bucket_bytes)
+
+    def _slice(self, piece: Piece) -> torch.Tensor:
+        # A view of the parameter's own memory: parameters are contiguous, flattening one copies nothing.
+        return self.parameters[piece.name].detach().view(-1)[piece.start : piece.start + piece.count]
+
+    def pack(self, buffer: torch.Tensor, pieces: Sequence[Piece]) -> int:
+        """Write the pieces into a byte buffer; the number of bytes the bucket takes."""
+        for piece in pieces:
+            part = self._slice(piece)
+            window(buffer, piece, part).copy_(part)
+        return extent(self.parameters, pieces)
+
+    def copy(self, buffer: torch.Tensor, pieces: Sequence[Piece]) -> int:
+        """Copy the pieces out of a byte buffer into the parameters, in place; the number of parameter bytes."""
+        size = 0
+        for piece in pieces:
+            part = self._slice(piece)
+            part.copy_(window(buffer, piece, part))
+            size += part.numel() * part.element_size()
+        return size
+
+    def checksum(self) -> str:
+        """Digest of names and bytes. Equal digests: bit-equal weights."""
+        digest = hashlib.blake2b(digest_size=16)
+        for name, parameter in self.parameters.items():
+            digest.update(name.encode())
+            digest.update(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+        return digest.hexdigest()
+
+
+def window(buffer: torch.Tensor, piece: Piece, part: torch.Tensor) -> torch.Tensor:
+    """The place of a piece in the buffer, seen as elements of its parameter."""
+    return buffer[piece.offset : piece.offset + part.numel() * part.element_size()].view(part.dtype)
+
+
+def extent(parameters: dict[str, torch.Tensor], pieces: Sequence[Piece]) -> int:
+    """Bytes from the start of a bucket to its last piece's end."""
+    last = pieces[-1]
+    return last.offset + last.count * parameters[last.name].element_size()
+
+
+class Staging:
+    """This process's view of the parent's staging buffer, mapped once and kept while the path stays the same."""
+
+    def __init__(self) -> None:
+        self._path: str | None = None
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def at(self, path: str, size: int) -> torch.Tensor:
+        """The buffer as bytes."""
+        if (path, size) != (self._path, self._buffer.numel()):
+            file = os.open(path, os.O_RDWR)
+            try:
+                self._buffer = torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
+            finally:
+                os.close(file)
+            self._path = path
+        return self._buffer
+
+
+class Group:
+    """Membership in the broadcast group; rank 0 sends. A group that failed is of no more use: join again."""
+
+    def __init__(self) -> None:
+        self._joined = False
+
+    def join(self, address: str, rank: int, world_size: int, timeout_s: float) -> None:
+        """Meet the others, or raise after `timeout_s`."""
+        self.leave()
+        dist.init_process_group(
+            "gloo",
+            init_method=f"tcp://{address}",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+        self._joined = True
+
+    def leave(self) -> None:
+        """Leave the group, if any."""
+        if self._joined:
+            self._joined = False
+            dist.destroy_process_group()
+
+    def send(self, weights: WeightSet, bucket_bytes: int) -> tuple[list[int], list[int]]:
+        """Broadcast all buckets; bytes and nanoseconds of each."""
+        return self._each(weights, bucket_bytes, before=weights.pack, after=None)
+
+    def receive(
+        self, weights: WeightSet, bucket_bytes: int, done: Callable[[int], None]
+    ) -> tuple[list[int], list[int]]:
+        """Copy all buckets as they come; `done` is told the bytes of each before its time is taken."""
+
+        def after(buffer: torch.Tensor, pieces: Sequence[Piece]) -> None:
+            done(weights.copy(buffer, pieces))
+
+        return self._each(weights, bucket_bytes, before=None, after=after)
+
+    def _each(
+        self,
+        weights: WeightSet,
+        bucket_bytes: int,
+        before: Callable[[torch.Tensor, Sequence[Piece]], object] | None,
+        after: Callable[[torch.Tensor, Sequence[Piece]], object] | None,
+    ) -> tuple[list[int], list[int]]:
+        if not self._joined:
+            raise Refused("not in a broadcast group")
+        buffer = torch.empty(bucket_bytes, dtype=torch.uint8)
+        sizes: list[int] = []
+        times: list[int] = []
+        for pieces in weights.buckets(bucket_bytes):
+            began = time.monotonic_ns()
+            size = extent(weights.parameters, pieces)
+            if before is not None:
+                before(buffer, pieces)
+            dist.broadcast(buffer[:size], src=0)
+            if after is not None:
+                after(buffer, pieces)
+            sizes.append(size)
+            times.append(time.monotonic_ns() - began)
+        return sizes, times

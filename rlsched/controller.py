@@ -1,0 +1,256 @@
+"""The controller: a deterministic state machine from facts to commands and notes.
+
+No I/O, no thread, no clock of its own; it can't tell a simulated world from a real one. After each
+fact it runs to a fixpoint in one fixed order, because two orders are two schedulers:
+
+    tracks → expire → stop → publish → select → resume → place → admit → route
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from .books import Out, admit, cancel, close, expire, fold, go, issue, next_id, wait
+from .commands import Command, Generate, Stop, Timer, Work
+from .decisions import Batch, Hold, Install, Move, Start, Verdict, Wait
+from .errors import PolicyError
+from .facts import AnyFact, Done
+from .ledger import Engine, Ledger
+from .notes import Note
+from .policy import Policy
+from .shape import Shape
+from .slot import Slot, Trigger
+from .stages import Track
+from .tracks import advance, closing, installing, training
+
+
+class Controller:
+    """Runs ``policy`` over a ledger. ``handle`` is the whole interface."""
+
+    def __init__(self, policy: Policy, shape: Shape, seed: int = 0) -> None:
+        self.policy = policy
+        devices = self._ask("place", policy.place.layout, shape)
+        engines = {d.engine: Engine(d.engine) for d in devices if d.engine is not None}
+        self.ledger = Ledger(shape, seed, devices, engines)
+        self.ledger.holders = {d.id: d.holder for d in devices}
+        self.states: dict[str, Any] = {name: self._ask(name, slot.start, shape, seed) for name, slot in policy.slots()}
+        self._stateful = [n for n, s in policy.slots() if type(s).observe is not Slot.observe]
+        self._out: Out = []
+
+    def handle(self, fact: AnyFact) -> list[Command | Note]:
+        """Take one fact in; what follows from it, in order."""
+        self._out = []
+        out = self._out
+        if self._stopped:
+            return out
+        fold(self.ledger, fact, out)
+        for name in self._stateful:
+            observe = getattr(self.policy, name).observe
+            self.states[name] = self._ask(name, observe, self.states[name], fact, self.ledger)
+        if isinstance(fact, Done) and not fact.ok:
+            issue(self.ledger, Stop(next_id(self.ledger), fact.why or f"command {fact.cmd} failed"), out)
+        elif self.ledger.begun:
+            while self._settle():
+                pass
+        return out
+
+    @property
+    def _stopped(self) -> bool:
+        return any(isinstance(c, Stop) for c in self.ledger.open.values())
+
+    def _settle(self) -> bool:
+        """One pass in the fixed order; whether anything changed."""
+        moved = False
+        for step in (
+            self._tracks,
+            self._expire,
+            self._stop,
+            self._publish,
+            self._select,
+            self._resume,
+            self._place,
+            self._admit,
+            self._route,
+        ):
+            moved |= step()
+        return moved
+
+    def _tracks(self) -> bool:
+        return sum(advance(self.ledger, name, self._out) for name in list(self.ledger.tracks)) > 0
+
+    def _expire(self) -> bool:
+        """Ask once for each change of the version being consumed or published, and of the buffer."""
+        ledger = self.ledger
+        triggers: tuple[Trigger, ...] = ("train", "publish") if ledger.trainer_free else ("publish",)
+        moved = False
+        for trigger in triggers:
+            kept = ledger.counters.accepted + ledger.counters.dropped
+            seen = (ledger.x, ledger.index, kept) if trigger == "train" else (ledger.v, 0, 0)
+            if ledger.expired.get(trigger) == seen:
+                continue
+            ledger.expired[trigger] = seen
+            for verdict in self._call("expire", (list, tuple), trigger):
+                self._check("expire", isinstance(verdict, Verdict), f"{verdict!r} is no Verdict")
+                known = ledger.groups.get(verdict.group)
+                self._check(
+                    "expire",
+                    known is not None and known.state in ("running", "accepted"),
+                    f"group {verdict.group} is neither running nor accepted",
+                )
+                expire(ledger, verdict, self._out)
+                moved = True
+        return moved
+
+    def _stop(self) -> bool:
+        """Begin to close once the last version is out."""
+        ledger = self.ledger
+        if ledger.v < ledger.shape.steps:
+            return False
+        if not ledger.closing:
+            ledger.closing = True
+            for g in [*ledger.running]:
+                group = ledger.groups[g]
+                cancel(ledger, group, "the run ends", False, self._out)
+                close(ledger, group, self._out)
+        if ledger.tracks:
+            return False
+        ledger.tracks["closing"] = Track(closing(ledger))
+        return True
+
+    def _publish(self) -> bool:
+        ledger = self.ledger
+        if not ledger.trainer_free or ledger.closing or ledger.x == ledger.v:
+            return False
+        update = self._call("publish", (Install, type(None)))
+        if update is None:
+            return False
+        self._check("publish", update.version == ledger.x, f"version {update.version} is not the trained one")
+        self._check("publish", bool(update.engines), "no engine to install on")
+        ledger.update = update
+        return True
+
+    def _select(self) -> bool:
+        ledger = self.ledger
+        if not ledger.trainer_free or ledger.closing:
+            return False
+        choice = self._call("select", (Batch, Wait))
+        if isinstance(choice, Wait):
+            wait(ledger, "trainer", choice.why, self._out)
+            if choice.until is not None and choice.until > ledger.now and not self._timer(choice.until):
+                issue(ledger, Timer(next_id(ledger), choice.until), self._out)
+            return False
+        unknown = [g for g in choice.groups if g not in ledger.buffer]
+        self._check("select", bool(choice.groups) and not unknown, f"groups {unknown} are not in the buffer")
+        self._check("select", len({*choice.groups}) == len(choice.groups), "a group is named twice")
+        self._check("select", choice.index == ledger.index, f"index {choice.index} is not {ledger.index}")
+        go(ledger, "trainer", self._out)
+        ledger.batch = choice
+        return True
+
+    def _timer(self, at: int) -> bool:
+        return any(isinstance(c, Timer) and c.at == at for c in self.ledger.open.values())
+
+    def _resume(self) -> bool:
+        """Interrupted rollouts go to the head of the line as soon as an engine takes requests."""
+        ledger = self.ledger
+        if not ledger.interrupted or ledger.closing or not any(e.ready for e in ledger.engines.values()):
+            return False
+        for r in sorted(ledger.interrupted, reverse=True):
+            ledger.rollouts[r].state = "waiting"
+            ledger.waiting.appendleft(r)
+        ledger.interrupted.clear()
+        return True
+
+    def _place(self) -> bool:
+        """Give devices to whom the place slot says, and start the track that needs them."""
+        ledger = self.ledger
+        if ledger.tracks or (ledger.batch is None and ledger.update is None):
+            return False
+        moves: list[Move] = list(self._call("place", (list, tuple)))
+        known = {d.id: d for d in ledger.devices}
+        for m in moves:
+            self._check("place", isinstance(m, Move) and m.device in known, f"{m!r} names no device")
+        if ledger.batch is not None:
+            lacking = {d.id for d in known.values() if d.trainer and ledger.holders[d.id] != "trainer"}
+            taking = [m for m in moves if m.holder == "trainer" and m.device in lacking]
+            if lacking != {m.device for m in taking}:
+                return False
+            ledger.tracks["trainer"] = Track(training(taking, ledger))
+            return True
+        assert ledger.update is not None
+        homes = {d.id for d in known.values() if d.engine in ledger.update.engines}
+        away = {d for d in homes if ledger.holders[d] == "trainer"}
+        giving = [m for m in moves if m.holder == "engine" and m.device in away]
+        if away != {m.device for m in giving}:
+            return False
+        ledger.tracks["weights"] = Track(installing(ledger.update, giving, ledger))
+        return True
+
+    def _admit(self) -> bool:
+        ledger = self.ledger
+        if ledger.closing:
+            return False
+        starts: list[Start] = list(self._call("admit", (list, tuple)))
+        for start in starts:
+            self._check("admit", isinstance(start, Start), f"{start!r} is no Start")
+            self._check("admit", 1 <= start.need_n <= start.launch_n, f"{start!r}: 1 ≤ need_n ≤ launch_n")
+            queued = any(p.id == start.prompt for p in ledger.again.get(start.queue, ()))
+            fresh = (
+                ledger.cursor <= start.prompt < (ledger.shape.prompts or 1 << 62) and start.prompt not in ledger.taken
+            )
+            self._check("admit", queued or fresh, f"prompt {start.prompt} is not waiting")
+            admit(ledger, start, self._out)
+        return bool(starts)
+
+    def _route(self) -> bool:
+        ledger = self.ledger
+        if ledger.closing or not ledger.waiting or not any(e.ready for e in ledger.engines.values()):
+            return False
+        held: list[int] = []
+        batches: dict[tuple[int, int], list[Work]] = {}
+        for r in ledger.waiting:
+            rollout = ledger.rollouts[r]
+            engine = self._call("route", (int, Hold), rollout, rollout.cause)
+            if isinstance(engine, Hold):
+                held.append(r)
+                continue
+            target = ledger.engines.get(engine)
+            if target is None or not target.ready:
+                raise self._error("route", f"engine {engine} does not take requests")
+            group = ledger.groups[rollout.group]
+            rollout.state, rollout.engine = "live", engine
+            target.live.add(r)
+            group.begun = ledger.now if group.begun < 0 else group.begun
+            work = Work(r, group.prompt, rollout.sample, group.attempt, rollout.tokens)
+            batches.setdefault((engine, group.id), []).append(work)
+        sent = len(ledger.waiting) - len(held)
+        ledger.waiting.clear()
+        ledger.waiting.extend(held)
+        ledger.counters.dispatched += sent
+        for (engine, _), works in batches.items():
+            command = Generate(next_id(ledger), engine, works)
+            ledger.pending[command.id] = len(works)
+            issue(ledger, command, self._out)
+        return sent > 0
+
+    def _call(self, name: str, kind: type | tuple[type, ...], *args: Any) -> Any:
+        """Ask slot ``name`` to decide, and see to it that it answers with a ``kind``."""
+        slot = getattr(self.policy, name)
+        answer = self._ask(name, slot.decide, self.states[name], self.ledger, *args)
+        self._check(name, isinstance(answer, kind), f"decide returned {answer!r}")
+        return answer
+
+    def _ask(self, name: str, question: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return question(*args)
+        except PolicyError:
+            raise
+        except Exception as error:
+            raise self._error(name, f"{type(error).__name__}: {error}") from error
+
+    def _check(self, name: str, good: bool, what: str) -> None:
+        if not good:
+            raise self._error(name, what)
+
+    def _error(self, name: str, what: str) -> PolicyError:
+        slot = type(getattr(self.policy, name))
+        return PolicyError(f"policy {self.policy.name}, slot {name} ({slot.__name__}): {what}")

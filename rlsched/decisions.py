@@ -1,0 +1,86 @@
+"""Decisions: what the slots of a policy answer."""
+
+from typing import Literal
+
+from msgspec import Struct
+
+from .commands import Part, Transport
+from .notes import Kind
+
+
+class Start(Struct, frozen=True):
+    """Admit ``prompt``: ``need_n`` samples make the group whole, ``launch_n ≥ need_n`` are started.
+
+    ``queue`` names where the prompt was waiting, if it was.
+    """
+
+    prompt: int
+    need_n: int
+    launch_n: int
+    tags: tuple[str, ...] = ()
+    queue: str = "retry"
+    kind: Kind = "train"
+
+
+class Batch(Struct, frozen=True):
+    """Train ``groups`` as batch ``index`` of the version in the making; ``last`` closes the version."""
+
+    groups: list[int]
+    index: int
+    last: bool
+
+
+class Wait(Struct, frozen=True):
+    """Nothing can be selected yet. ``until``: ask again at that nanosecond, without a fact."""
+
+    why: str
+    until: int | None = None
+
+
+class Verdict(Struct, frozen=True):
+    """What becomes of a group: ``drop`` it, ``requeue`` its prompt for another attempt, ``cancel`` it.
+
+    A group without a verdict is kept. ``refund`` gives its place under the cap back.
+    """
+
+    group: int
+    fate: Literal["drop", "requeue", "cancel"]
+    why: str
+    refund: bool = True
+
+
+class Install(Struct, frozen=True):
+    """Bring ``version`` to ``engines``, in buckets of at most ``bucket`` bytes.
+
+    ``fate`` is that of running requests: ``drain`` waits for them, ``resume`` aborts them and sends
+    prompt and tokens so far again, ``restart`` aborts them and throws the tokens away. ``flush``
+    forgets all cached KV.
+    """
+
+    version: int
+    engines: list[int]
+    transport: Transport = "broadcast"
+    bucket: int = 1024 * 2**20
+    fate: Literal["drain", "resume", "restart"] = "resume"
+    flush: bool = True
+
+
+class Move(Struct, frozen=True):
+    """Give ``device`` to ``holder``. The engine there sleeps at level ``sleep`` while the trainer has it.
+
+    ``load`` is brought to it before training; ``offload`` leaves it again: the first part before
+    the weights wake up, the rest before the KV cache does. ``fate`` is that of running requests.
+    """
+
+    device: int
+    holder: Literal["engine", "trainer"]
+    sleep: int = 2
+    load: tuple[Part, ...] = ("parameters", "optimizer")
+    offload: tuple[Part, ...] = ("optimizer", "parameters")
+    fate: Literal["resume", "restart", "drain"] = "drain"
+
+
+class Hold(Struct, frozen=True):
+    """No engine for this rollout yet."""
+
+    why: str = ""

@@ -1,0 +1,197 @@
+"""Tracks: the longer sequences, as lists of stages, and what each stage does when it is entered."""
+
+from copy import copy
+
+from .books import Out, abort_live, consume, issue, next_id
+from .commands import (
+    Flush,
+    Load,
+    Offload,
+    Pause,
+    Resume,
+    Sleep,
+    Stop,
+    Timer,
+    Train,
+    Transfer,
+    Wake,
+)
+from .decisions import Install, Move
+from .ledger import Ledger
+from .notes import Publish
+from .stages import (
+    Announce,
+    AnyStage,
+    Bring,
+    Drain,
+    Farewell,
+    FlushCaches,
+    Hand,
+    Interrupt,
+    PutAway,
+    PutToSleep,
+    Reopen,
+    Send,
+    Settle,
+    Still,
+    Track,
+    TrainBatch,
+    WakeUp,
+)
+
+
+def training(moves: list[Move], ledger: Ledger) -> list[AnyStage]:
+    """Get the devices that the trainer lacks, then train the selected batch."""
+    if not moves:
+        return [TrainBatch()]
+    first, engines = moves[0], _engines(moves, ledger)
+    return [
+        _quiet(engines, first.fate),
+        PutToSleep(engines, first.sleep),
+        Bring(list(first.load)),
+        Hand([m.device for m in moves], True),
+        TrainBatch(),
+    ]
+
+
+def installing(update: Install, moves: list[Move], ledger: Ledger) -> list[AnyStage]:
+    """Bring an update to engines that are awake, or to sleeping ones that get their devices back."""
+    if not moves:
+        return [
+            _quiet(update.engines, update.fate),
+            Still(update.engines),
+            Send(),
+            *([FlushCaches(update.engines)] if update.flush else []),
+            Announce(),
+            Reopen(update.engines),
+        ]
+    first, engines = moves[0], _engines(moves, ledger)
+    leaving = list(first.offload)
+    return [
+        PutAway(leaving[:1]),
+        WakeUp(engines, ["weights"]),
+        Send(),
+        Announce(),
+        PutAway(leaving[1:]),
+        WakeUp(engines, ["kv"]),
+        Hand([m.device for m in moves], False),
+        Reopen(engines),
+    ]
+
+
+def closing(ledger: Ledger) -> list[AnyStage]:
+    """Call every request back, then stop."""
+    return [Interrupt(ledger.serving(), "cancel"), Drain(ledger.serving()), Settle(), Farewell()]
+
+
+def _engines(moves: list[Move], ledger: Ledger) -> list[int]:
+    on = {d.id: d.engine for d in ledger.devices}
+    return sorted({e for m in moves if (e := on[m.device]) is not None})
+
+
+def _quiet(engines: list[int], fate: str) -> AnyStage:
+    if fate == "drain":
+        return Drain(engines)
+    return Interrupt(engines, "restart" if fate == "restart" else "resume")
+
+
+def enter(stage: AnyStage, ledger: Ledger, out: Out) -> set[int]:
+    """Issue the commands of ``stage``; their ids, which must be answered before it is over."""
+    engines = [ledger.engines[e] for e in getattr(stage, "engines", ()) if ledger.engines[e].serving]
+    ids: set[int] = set()
+    match stage:
+        case Interrupt() | Drain():
+            for e in engines:
+                e.open = False
+            if isinstance(stage, Interrupt):
+                live = sorted(r for e in engines for r in e.live)
+                ids = abort_live(ledger, live, stage.fate, out)
+        case Still():
+            for e in engines:
+                e.paused = True
+                ids.add(issue(ledger, Pause(next_id(ledger), e.id), out))
+        case Reopen():
+            for e in engines:
+                e.open = True
+                if e.paused:
+                    e.paused = False
+                    ids.add(issue(ledger, Resume(next_id(ledger), e.id), out))
+        case PutToSleep():
+            for e in engines:
+                e.awake = set()
+                if stage.level == 2:
+                    e.installed = -1
+                ids.add(issue(ledger, Sleep(next_id(ledger), e.id, stage.level), out))
+        case WakeUp():
+            for e in engines:
+                e.awake |= set(stage.tags)
+                ids.add(issue(ledger, Wake(next_id(ledger), e.id, stage.tags), out))
+        case FlushCaches():
+            for e in engines:
+                ids.add(issue(ledger, Flush(next_id(ledger), e.id), out))
+        case Bring() if stage.parts:
+            ids.add(issue(ledger, Load(next_id(ledger), stage.parts), out))
+        case PutAway() if stage.parts:
+            ids.add(issue(ledger, Offload(next_id(ledger), stage.parts), out))
+        case Hand():
+            for device in stage.devices:
+                ledger.holders[device] = "trainer" if stage.to_trainer else "engine"
+        case TrainBatch():
+            assert ledger.batch is not None
+            groups = ledger.batch.groups
+            rollouts = consume(ledger, groups)
+            batch = ledger.batch
+            ids.add(
+                issue(
+                    ledger,
+                    Train(next_id(ledger), ledger.x + 1, batch.index, batch.last, groups, rollouts),
+                    out,
+                )
+            )
+        case Send():
+            assert ledger.update is not None
+            u = ledger.update
+            targets = [e for e in u.engines if ledger.engines[e].serving]
+            ids.add(issue(ledger, Transfer(next_id(ledger), u.version, targets, u.transport, u.bucket), out))
+        case Announce():
+            assert ledger.update is not None
+            ledger.v = ledger.update.version
+            ledger.unpublished = 0
+            ledger.at_publish = copy(ledger.counters)
+            out.append(Publish(ledger.v, ledger.update.engines))
+        case Farewell():
+            issue(ledger, Stop(next_id(ledger)), out)
+        case _:
+            pass
+    return ids
+
+
+def over(stage: AnyStage, ledger: Ledger) -> bool:
+    """The condition, besides its answers, that lets ``stage`` end."""
+    match stage:
+        case Drain():
+            return not any(ledger.engines[e].live for e in stage.engines)
+        case Settle():
+            return all(isinstance(c, Timer) for c in ledger.open.values())
+        case _:
+            return True
+
+
+def advance(ledger: Ledger, name: str, out: Out) -> bool:
+    """Move track ``name`` on as far as it goes; whether it moved."""
+    track: Track = ledger.tracks[name]
+    moved = False
+    while track.stages:
+        stage = track.stages[0]
+        if not track.entered:
+            track.awaiting = enter(stage, ledger, out)
+            track.entered = moved = True
+        if track.awaiting or not over(stage, ledger):
+            return moved
+        track.stages.pop(0)
+        track.entered = False
+        moved = True
+    del ledger.tracks[name]
+    if name == "weights":
+        ledger.update = None
+    return True
