@@ -4,8 +4,10 @@ Writing is crash-safe: every flush leaves whole lines, in a zstd frame that can 
 so a killed run's history is readable up to its last whole event. A history without ``End`` is open.
 """
 
+import fcntl
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self
@@ -27,21 +29,29 @@ _MOST = 1 << 28
 
 
 class Writer:
-    """Writes a history. ``flush_every`` events are at risk when the process is killed."""
+    """Writes a history, alone: a second writer of the file is refused, and what stood in it is replaced.
 
-    def __init__(self, path: Path | str, manifest: Manifest, flush_every: int = 256) -> None:
+    ``flush_every`` events are at risk when the process is killed.
+    """
+
+    def __init__(self, path: Path | str, flush_every: int = 256) -> None:
         self.path = Path(path)
         self.events = 0
         self._every = flush_every
         self._encoder = msgspec.json.Encoder()
         self._buffer = bytearray()
         try:
-            self._file: BinaryIO = self.path.open("xb")
-        except FileExistsError:
-            raise InputError(f"{path}: it exists already; name another file or remove it") from None
+            self._file: BinaryIO = self.path.open("ab")
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(f"{path}: another run is writing it; name another file") from None
         except OSError as error:
             raise InputError(f"{path}: {error.strerror}") from None
-        self._zstd = zstandard.ZstdCompressor().compressobj() if self.path.suffix == ".zst" else None
+        self._file.truncate(0)
+        self._zstd = zstandard.ZstdCompressor().compressobj() if ".zst" in self.path.suffixes else None
+
+    def begin(self, manifest: Manifest) -> None:
+        """Write the first line."""
         self._line(manifest)
         self.flush()
 
@@ -81,6 +91,18 @@ class Writer:
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
         self.close()
+
+
+@contextmanager
+def whole(path: Path | str) -> Iterator[Path]:
+    """A path to write to that becomes ``path`` when the block ends well, and is removed when it fails."""
+    part = Path(f"{path}.part")
+    try:
+        yield part
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+    part.replace(path)
 
 
 class Reader:
@@ -140,7 +162,7 @@ def _lines(path: Path, salvage: bool) -> Iterator[bytes]:
         raise InputError(f"{path}: {error.strerror}") from None
     with file:
         source: Any = file
-        if path.suffix == ".zst":
+        if file.peek(4)[:4] == zstandard.FRAME_HEADER:
             source = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True)
         rest, count = b"", 0
         while True:

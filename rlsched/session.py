@@ -6,6 +6,7 @@ from .commands import Command
 from .controller import Controller
 from .facts import AnyFact, End
 from .history import Line
+from .notes import Note
 
 
 class Session:
@@ -19,8 +20,8 @@ class Session:
         self.ended: End | None = None
         self._record = record
 
-    def post(self, fact: AnyFact) -> list[Command]:
-        """Record ``fact`` and what follows from it; the commands, for the world to execute."""
+    def post(self, fact: AnyFact) -> list[Command | Note]:
+        """Record ``fact`` and what follows from it, which is for the world to execute."""
         if self.ended is not None:
             return []
         self._record(fact)
@@ -30,4 +31,4 @@ class Session:
         out = self.controller.handle(fact)
         for line in out:
             self._record(line)
-        return [line for line in out if isinstance(line, Command)]
+        return out

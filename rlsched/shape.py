@@ -45,12 +45,15 @@ class Shape(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Device(Struct, frozen=True, forbid_unknown_fields=True):
-    """One device of the run: a GPU, or a set of CPU cores. ``holder`` has it when the run begins."""
+    """One device of the run: a GPU, or a set of CPU cores."""
 
     id: int
     engine: int | None
     trainer: bool
     holder: Literal["engine", "trainer"]
+    """Who has it when the run begins."""
+    parts: list[Literal["parameters", "optimizer"]] = []
+    """Trainer parts that are on it when the run begins."""
 
 
 class Promises(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):

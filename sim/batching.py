@@ -1,13 +1,13 @@
 """Continuous batching as vLLM V1 does it, counted in steps: who takes part in the next one. No time lives here.
 
-A step first gives every running request its due in the order of admission, a decoded token or the next chunk of a prompt, then
-admits waiting requests first come, first served, as far as seats, the step's token budget and blocks go. The step that computes the
-last prompt token also samples the first new token. A running request that finds no block takes those of the newest
-admitted, whose tokens stay but whose KV must be computed again; it goes to the head of the queue, and a step that
-preempted admits nobody.
+A step first gives every running request its due in the order of admission, a decoded token or the next chunk of a
+prompt, then admits waiting requests first come, first served, as far as seats, the step's token budget and blocks
+go. The step that computes the last prompt token also samples the first new token. A running request that finds no
+block takes those of the newest admitted, whose tokens stay but whose KV must be computed again; it goes to the
+head of the queue, and a step that preempted admits nobody.
 
-Budgets make at most one prompt stand half computed between steps, and it is the newest admitted. Every other running
-request decodes in every step, so a request's last token falls due at a step that is known with its first.
+Budgets leave at most one prompt half computed between steps, and it is the newest admitted. Every other running
+request decodes in every step, so the step of a request's last token is known with its first.
 """
 
 from collections import deque
@@ -145,8 +145,8 @@ class Batch:
             size = self.limits.block_size
             blocks = blocks_of(half.computed + chunk, size) - blocks_of(half.computed, size)
         lost = []
-        # vLLM asks request by request and preempts when one finds no block. As the newest goes first, and those before it
-        # have had theirs, the survivors are the same: the longest head of the running whose needs fit together.
+        # vLLM asks request by request and preempts when one finds no block. As the newest goes first, the survivors
+        # are the same: the longest head of the running whose needs fit together.
         while not self.pool.fits(blocks):
             lost.append(self._put_back())
             self.counters.preemptions += 1

@@ -3,13 +3,13 @@
 A step takes ``step + seq·decoding + kv·kv_tokens + prompt·prompt_tokens``, where
 
 * ``decoding`` counts the requests that decode one token in the step,
-* ``kv_tokens`` are the tokens whose KV stood at the *start* of the step for the requests that take part in it: for a
-  decoding request all its tokens but the last (that one's KV is what the step computes), for a prompt under
-  way the part computed by earlier steps, for a request just admitted none,
+* ``kv_tokens`` are the tokens whose KV stood at the *start* of the step for the requests that take part in it:
+  for a decoding request all its tokens but the last (that one's KV is what the step computes), for a prompt
+  under way the part that earlier steps computed, for a request just admitted none,
 * ``prompt_tokens`` are the prompt tokens computed in the step, re-prefilled output included.
 
-While nobody joins or leaves, ``decoding`` stands still and ``kv_tokens`` grows by it each step, so the time of j steps is a
-quadratic in j. Integers make the closed form equal the sum of its steps to the last picosecond, which floats do not.
+While nobody joins or leaves, ``decoding`` stands still and ``kv_tokens`` grows by it in each step, so the time of
+j steps is a quadratic in j. Integers make it equal to the sum of its steps to the last picosecond; floats do not.
 """
 
 from math import isqrt
@@ -70,6 +70,6 @@ def steps_within(costs: StepCosts, decoding: int, kv_tokens: int, duration: int)
     growth = costs.kv * decoding
     if not growth:
         return duration // first
-    # Twice the time is growth·j² + linear·j; completing the square, (2·growth·j + linear)² ≤ linear² + 8·growth·duration.
+    # Twice the time is growth·j² + linear·j; completing the square, (2·growth·j + linear)² is at most what isqrt gets.
     linear = 2 * first - growth
     return (isqrt(linear * linear + 8 * growth * duration) - linear) // (2 * growth)

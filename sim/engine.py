@@ -1,13 +1,14 @@
-"""A simulated inference engine: continuous batching in integer picoseconds, advanced per change of batch composition.
+"""A simulated inference engine: continuous batching in integer picoseconds, advanced per change of composition.
 
 The engine is a plain state machine. Whoever owns it calls ``submit`` and ``control`` when something arrives, and
-``boundary(next_t)`` when the clock gets there; of one instant's calls, ``boundary`` comes last. From a boundary on the engine runs
-a *stretch* of like steps up to the next finish, shortage of blocks or admission, priced in closed form.
+``boundary(next_t)`` when the clock gets there; of the calls of one instant, ``boundary`` comes last. From a
+boundary on the engine runs a *stretch* of like steps, up to the next finish, admission or shortage of blocks,
+whose time has a closed form.
 
-A step that has begun completes, and its tokens count, before anything acts on it: what arrives in the middle of a step
-acts at that step's end, and what arrives at an end acts there, after the tokens of the step that ends and before the next
-begins. An arrival therefore cuts the stretch at the first step end not before it. One that could not be admitted anyway
-leaves the stretch alone. Arrivals act in the order in which they came.
+A step that has begun completes, and its tokens count, before anything acts on it: what arrives in the middle of a
+step acts at that step's end, and what arrives at an end acts there, after the tokens of the step that ends and
+before the next step begins. An arrival therefore cuts the stretch at the first step end not before it; one that
+could not be admitted anyway leaves the stretch alone. Arrivals act in the order in which they came.
 """
 
 import msgspec
@@ -69,7 +70,7 @@ class Aborted(msgspec.Struct, frozen=True, gc=False):
 
 
 class Preempted(msgspec.Struct, frozen=True, gc=False):
-    """A running request lost its KV, for want of blocks or by a retracting pause, and waits: whatever it stood on is gone."""
+    """A running request lost its KV, for want of blocks or by a retracting pause, and waits to be prefilled again."""
 
     id: int
     #: New tokens of this attempt so far; they stay.
@@ -159,9 +160,9 @@ class Engine:
     def boundary(self, t: int) -> list[Outcome]:
         """Completes the stretch that ends at ``t``, lets what arrived act, and begins the next stretch.
 
-        The order of the outcomes is fixed: finished requests as they were admitted, then what each arrival did, then
-        the preempted, newest first. An abort reports its requests in the order of its ids, or else the running as they were
-        admitted and then the queue. ValueError if no boundary is due at ``t``.
+        The order of the outcomes is fixed: finished requests as they were admitted, then what each arrival did,
+        then the preempted, newest first. An abort reports its requests in the order of its ids, or else the
+        running as they were admitted and then the queue. ValueError if no boundary is due at ``t``.
         """
         if t != self.next_t:
             raise ValueError(f"boundary at {t} ps, but the next one is at {self.next_t}")

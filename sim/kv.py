@@ -1,9 +1,9 @@
 """Paged KV memory: how many blocks the requests hold, and how many decode steps fit before they run out.
 
-A request with n tokens in KV holds ⌈n / block_size⌉ blocks. Those that decode grow by one token in every step together, so
-it is enough to know how many of them open a new block in each phase of a cycle of ``block_size`` steps: no question here
-loops over requests. While memory is ample, an upper bound answers in O(1); near the brim, the phases
-answer exactly in O(block_size).
+A request with n tokens in KV holds ⌈n / block_size⌉ blocks. Those that decode grow together, by one token in every
+step, so it is enough to know how many of them open a new block in each phase of a cycle of ``block_size`` steps:
+no question here loops over requests. While memory is ample an upper bound answers in O(1); near the brim the
+phases answer exactly in O(block_size).
 """
 
 

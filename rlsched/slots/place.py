@@ -9,6 +9,8 @@ from ..ledger import Ledger
 from ..shape import Device, Promises, Shape
 from ..slot import Slot
 
+PARTS: tuple[Part, ...] = ("parameters", "optimizer")
+
 
 class Colocated(Slot, frozen=True):
     """Engines and trainer take turns on the same devices: verl's HYBRID mode.
@@ -31,7 +33,8 @@ class Colocated(Slot, frozen=True):
             raise InputError(f"place.sleep is {self.sleep}: the levels are 1 and 2")
 
     def layout(self, shape: Shape) -> list[Device]:
-        return [Device(e, e, True, "engine") for e in range(self.engines or shape.engines)]
+        stay = [part for part in PARTS if part not in self.offload]
+        return [Device(e, e, True, "engine", stay) for e in range(self.engines or shape.engines)]
 
     def decide(self, state: None, ledger: Ledger) -> list[Move]:
         if ledger.batch is None and ledger.update is None:
@@ -62,7 +65,7 @@ class Disaggregated(Slot, frozen=True):
     def layout(self, shape: Shape) -> list[Device]:
         engines = self.engines or shape.engines
         pool = [Device(e, e, False, "engine") for e in range(engines)]
-        return pool + [Device(engines + i, None, True, "trainer") for i in range(self.trainers)]
+        return pool + [Device(engines + i, None, True, "trainer", [*PARTS]) for i in range(self.trainers)]
 
     def decide(self, state: None, ledger: Ledger) -> list[Move]:
         return []

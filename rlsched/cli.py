@@ -1,0 +1,230 @@
+"""The command line. Exit status: 0 good, 1 a violation or a mismatch, 2 bad input."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from cyclopts import App, CycloptsError, Parameter
+from rich.console import Console
+
+from . import report
+from .checker import check as check_history
+from .compare import compare as compare_metrics
+from .errors import InputError, WorldError
+from .history import Line, Reader, Writer, whole
+from .history import schema as history_schema
+from .metrics import Meter, measure
+from .naming import parse, spec
+from .policy import presets
+from .replay import replay as replay_history
+
+app = App(
+    name="rlsched",
+    help="Scheduling policies for RL post-training: simulate them, run them on real engines, check and compare.",
+    help_on_error=False,
+    version_flags=["--version"],
+)
+out = Console(highlight=False)
+err = Console(stderr=True, highlight=False)
+
+Settings = Annotated[tuple[str, ...], Parameter(name="--set", negative=())]
+Changes = Annotated[tuple[str, ...], Parameter(name="--with", negative=())]
+Json = Annotated[bool, Parameter(name="--json", negative=())]
+Files = Annotated[list[Path], Parameter(consume_multiple=True)]
+Output = Annotated[Path | None, Parameter(name=["--output", "-o"])]
+
+
+def _json(value: object) -> None:
+    sys.stdout.write(msgspec.json.encode(value).decode() + "\n")
+
+
+@app.command
+def simulate(
+    policy: str,
+    *,
+    scenario: Path | None = None,
+    steps: int | None = None,
+    seed: int = 0,
+    output: Output = None,
+    settings: Settings = (),
+    changes: Changes = (),
+    json: Json = False,
+) -> int:
+    """Simulate a policy in virtual time, check the history, and print what it measures.
+
+    Parameters
+    ----------
+    policy
+        ``name[,slot.field=value…]``, ``path.py:attribute`` or ``module:attribute``.
+    scenario
+        TOML file; what it leaves out keeps its default (see ``rlsched scenario``).
+    steps
+        Versions to publish; overrides the scenario's.
+    seed
+        Same seed, same bytes.
+    output
+        Where to write the history (JSON Lines; zstd when the name ends with .zst).
+    settings
+        ``slot.field=value`` or ``slot=module:Class``; may be repeated.
+    changes
+        ``table.field=value``, a change to the scenario; may be repeated.
+    json
+        Print one JSON object instead of a table.
+    """
+    from .checker import Checker
+    from .sim.scenario import load
+    from .sim.world import World
+
+    more = (f"shape.steps={steps}",) if steps is not None else ()
+    world_scenario = load(scenario, (*changes, *more))
+    chosen = parse(policy, settings)
+
+    def go(write: Writer | None) -> int:
+        lines = 1
+
+        def record(line: Line) -> None:
+            nonlocal lines
+            lines += 1
+            checker.feed(lines, line)  # type: ignore[arg-type]
+            meter.feed(line)  # type: ignore[arg-type]
+            if write is not None:
+                write.write(line)
+
+        world = World(world_scenario, chosen, seed, record)
+        checker, meter = Checker(world.manifest), Meter(world.devices)
+        if write is not None:
+            write.begin(world.manifest)
+        with report.progress(err, f"simulating {chosen.name}"):
+            end = world.run()
+        found = checker.close(open=False)
+        if json:
+            _json({"policy": chosen.name, "ok": found.ok, "why": end.why, "metrics": meter.result()})
+        else:
+            report.metrics(out, {chosen.name: meter.result()})
+            report.violations(out, found)
+        return 0 if found.ok else 1
+
+    if output is None:
+        return go(None)
+    with whole(output) as part, Writer(part) as writer:
+        return go(writer)
+
+
+@app.command
+def check(histories: Files, *, salvage: bool = False, json: Json = False) -> int:
+    """Check recorded histories against the invariants that their policies promise.
+
+    Parameters
+    ----------
+    histories
+        Files written by ``simulate`` or ``run``.
+    salvage
+        Read a file that was cut within a line up to its last whole event.
+    json
+        Print one JSON object a file instead of text.
+    """
+    good = True
+    for path in histories:
+        with report.progress(err, f"checking {path}"):
+            found = check_history(Reader(path, salvage))
+        good &= found.ok
+        if json:
+            _json({"history": str(path), "ok": found.ok, "report": found})
+        else:
+            out.print(f"{path}: {found.events} events{', open: checked as a prefix' if found.open else ''}")
+            report.violations(out, found)
+    return 0 if good else 1
+
+
+@app.command
+def replay(history: Path, *, salvage: bool = False, json: Json = False) -> int:
+    """Feed a history's facts to a fresh controller and demand the recorded commands and notes, in order.
+
+    Parameters
+    ----------
+    history
+        File written by ``simulate`` or ``run``.
+    salvage
+        Read a file that was cut within a line up to its last whole event.
+    json
+        Print one JSON object instead of text.
+    """
+    found = replay_history(Reader(history, salvage))
+    if json:
+        _json({"history": str(history), "ok": found.divergence is None, "replay": found})
+    elif found.divergence is None:
+        out.print(f"{history}: exact: {found.facts} facts gave the {found.answers} recorded commands and notes")
+    else:
+        report.divergence(out, history, found.divergence)
+    return 0 if found.divergence is None else 1
+
+
+@app.command
+def compare(real: Path, sim: Path, *, within: float = 0.1, json: Json = False) -> int:
+    """Compare what two histories measure, a real one's first.
+
+    Parameters
+    ----------
+    real
+        History of a real run.
+    sim
+        History of a simulated run of the same workload.
+    within
+        Largest relative difference of step, generation, train and sync time that still matches.
+    json
+        Print one JSON object instead of a table.
+    """
+    first, second = Reader(real), Reader(sim)
+    a, b = (measure(r.manifest.devices, r.events()) for r in (first, second))
+    rows = compare_metrics([a], b, within)
+    if json:
+        _json({"ok": all(r.good for r in rows), "rows": rows})
+    else:
+        report.comparison(out, {first.manifest.policy.name: rows})
+    return 0 if all(r.good for r in rows) else 1
+
+
+@app.command
+def policies(*, json: Json = False) -> int:
+    """Show the presets, their slots and the fields of each."""
+    specs = [spec(p) for p in presets().values()]
+    if json:
+        _json(specs)
+    else:
+        report.policies(out, specs)
+    return 0
+
+
+@app.command
+def schema() -> int:
+    """Print the JSON Schema of a history's lines."""
+    _json(history_schema())
+    return 0
+
+
+@app.command
+def scenario() -> int:
+    """Print the default scenario as TOML, each field with its unit."""
+    from .sim.template import template
+
+    sys.stdout.write(template())
+    return 0
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point: one line and status 2 for bad input, one line and status 1 for a run that failed."""
+    try:
+        status = app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
+    except (InputError, CycloptsError) as error:
+        err.print(f"rlsched: {' '.join(str(error).split())}", markup=False, soft_wrap=True)
+        sys.exit(2)
+    except WorldError as error:
+        err.print(f"rlsched: {error}", markup=False, soft_wrap=True)
+        sys.exit(1)
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(0)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    sys.exit(status)

@@ -1,0 +1,121 @@
+"""Tables and lines for people, with rich."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from .checker import Report
+from .compare import JUDGED, SHOWN, Row
+from .metrics import Metrics
+from .naming import PolicySpec
+from .replay import Divergence
+
+_TITLES = {
+    "step_s": "step s",
+    "generation_s": "generation s",
+    "wait_s": "wait s",
+    "train_s": "train s",
+    "sync_s": "sync s",
+    "tokens_per_s": "tokens/s",
+    "engine_idle": "engine idle",
+    "trainer_idle": "trainer idle",
+    "age_tv": "age, total variation",
+}
+
+
+@contextmanager
+def progress(console: Console, what: str) -> Iterator[Progress]:
+    """A spinner with the elapsed time, on a terminal only."""
+    bar = Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+    with bar:
+        bar.add_task(what, total=None)
+        yield bar
+
+
+def number(name: str, value: float) -> str:
+    """A measure with its unit's precision."""
+    if name.endswith("idle"):
+        return f"{value:.0%}"
+    if name == "tokens_per_s":
+        return f"{value:,.0f}"
+    return f"{value:.3f}"
+
+
+def metrics(console: Console, found: dict[str, Metrics]) -> None:
+    """One column a run."""
+    table = Table("per version", *found, title_justify="left")
+    for name in (*JUDGED, *SHOWN):
+        table.add_row(_TITLES[name], *(number(name, getattr(m, name)) for m in found.values()))
+    table.add_row("versions", *(str(m.versions) for m in found.values()))
+    table.add_row("rollouts interrupted", *(str(m.interrupted) for m in found.values()))
+    table.add_row("groups by age", *(ages(m.ages) for m in found.values()))
+    console.print(table)
+
+
+def ages(histogram: dict[int, int]) -> str:
+    """A histogram of ages in one line."""
+    return ", ".join(f"{age}: {n}" for age, n in histogram.items()) or "none"
+
+
+def violations(console: Console, found: Report) -> None:
+    """What the checker found, each with the events that show it."""
+    for v in found.violations:
+        console.print(f"{v.id}: {v.statement}", markup=False, soft_wrap=True)
+        for line, text in v.witness:
+            console.print(f"    line {line}: {text}", markup=False, soft_wrap=True)
+    total = sum(found.counts.values())
+    if total > len(found.violations):
+        console.print(f"… {total} violations in all: " + ", ".join(f"{i} {n}" for i, n in found.counts.items()))
+    if found.ok:
+        console.print("no violation")
+
+
+def divergence(console: Console, path: Path, found: Divergence) -> None:
+    """Where a replay left its history."""
+    console.print(f"{path}, line {found.line}: the controller answers otherwise", markup=False, soft_wrap=True)
+    console.print(f"    recorded: {found.recorded}", markup=False, soft_wrap=True)
+    console.print(f"    replayed: {found.replayed}", markup=False, soft_wrap=True)
+
+
+def comparison(console: Console, found: dict[str, list[Row]]) -> None:
+    """Real against simulated, a block a policy."""
+    table = Table("policy", "measure", "real", "spread", "simulated", "error", "bound", "")
+    for policy, rows in found.items():
+        for i, r in enumerate(rows):
+            bound = "" if r.bound is None else f"{r.bound:.0%}"
+            error = "" if r.name == "age_tv" else f"{r.error:+.1%}"
+            mark = "" if r.bound is None else ("ok" if r.good else "MISS")
+            table.add_row(
+                policy if not i else "",
+                _TITLES.get(r.name, r.name),
+                "" if r.name == "age_tv" else number(r.name, r.real),
+                f"{r.spread:.1%}" if r.name != "age_tv" else f"{r.spread:.3f}",
+                number(r.name, r.sim),
+                error,
+                bound,
+                mark,
+            )
+        table.add_section()
+    console.print(table)
+
+
+def policies(console: Console, specs: list[PolicySpec]) -> None:
+    """The presets, one row a slot."""
+    table = Table("policy", "slot", "class", "fields")
+    for s in specs:
+        for i, (slot, made) in enumerate(s.slots.items()):
+            fields = ", ".join(f"{k}={v}" for k, v in made.fields.items())
+            table.add_row(s.name if not i else "", slot, made.type.rpartition(":")[2], fields)
+        table.add_section()
+    console.print(table)

@@ -1,0 +1,78 @@
+"""Virtual time: SimPy's environment in integer picoseconds, with declared ties.
+
+Events of one instant fire in the order of a hash of the seed and their entity, those of one entity
+in the order in which they were scheduled; engine boundaries come last. Another seed is another
+interleaving, and none depends on the order in which Python happened to schedule things.
+"""
+
+from collections.abc import Callable, Generator
+from typing import Any
+
+import simpy
+
+from rlsched.keyed import bits
+
+SECOND = 10**12
+"""Picoseconds in a second."""
+
+NANOSECOND = 1000
+"""Picoseconds in a nanosecond, the unit of a fact's stamp."""
+
+_LAST = 1 << 64
+
+Process = Generator[simpy.Event, Any, None]
+
+
+def ps(seconds: float) -> int:
+    """Seconds in integer picoseconds."""
+    return round(seconds * SECOND)
+
+
+class Clock:
+    """The one clock of a simulated world."""
+
+    def __init__(self, seed: int) -> None:
+        self.env = simpy.Environment()
+        self._seed = seed
+        self._ties: dict[str, int] = {}
+
+    @property
+    def now(self) -> int:
+        """Picoseconds since the run began."""
+        return int(self.env.now)
+
+    @property
+    def stamp(self) -> int:
+        """Nanoseconds since the run began, rounded down: what a fact shows."""
+        return int(self.env.now) // NANOSECOND
+
+    def wait(self, delay: int, entity: str) -> simpy.Event:
+        """An event that fires after ``delay`` picoseconds, for a process of ``entity`` to yield."""
+        tie = self._ties.get(entity)
+        if tie is None:
+            tie = self._ties[entity] = 2 + (bits(self._seed, "tie", entity) >> 1)
+        return self._schedule(delay, tie)
+
+    def call(self, delay: int, entity: str, function: Callable[[], object]) -> None:
+        """Call ``function`` after ``delay`` picoseconds, as ``entity``."""
+        _then(self.wait(delay, entity), function)
+
+    def call_last(self, delay: int, function: Callable[[], object]) -> None:
+        """Call ``function`` after ``delay`` picoseconds, after everything else of that instant."""
+        _then(self._schedule(delay, _LAST), function)
+
+    def process(self, process: Process) -> None:
+        """Run a generator as a SimPy process."""
+        self.env.process(process)
+
+    def _schedule(self, delay: int, priority: int) -> simpy.Event:
+        event = simpy.Event(self.env)
+        event._ok = True
+        event._value = None
+        self.env.schedule(event, priority, delay)  # type: ignore[arg-type]
+        return event
+
+
+def _then(event: simpy.Event, function: Callable[[], object]) -> None:
+    assert event.callbacks is not None
+    event.callbacks.append(lambda _: function())

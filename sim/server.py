@@ -1,0 +1,158 @@
+"""A simulated engine behind its control channel: commands become its inputs, its outcomes facts."""
+
+from typing import Protocol
+
+from rlsched.commands import Abort, Command, Flush, Generate, Pause, Resume, Sleep, Wake, Work
+from rlsched.facts import AnyFact, Done, Resident, Segment
+
+from . import engine as core
+from .batching import Limits
+from .clock import NANOSECOND, Clock, ps
+from .costs import StepCosts
+from .memory import engine_bytes
+from .scenario import GB, Scenario
+
+
+class Host(Protocol):
+    """What a server needs of its world."""
+
+    clock: Clock
+    scenario: Scenario
+
+    def post(self, fact: AnyFact) -> None:
+        """Record a fact and act on what follows."""
+
+    def lengths(self, work: Work) -> tuple[int, int]:
+        """Prompt tokens and new tokens of a rollout."""
+
+    def finished(self, rollout: int) -> None:
+        """A rollout made its last token: score it."""
+
+
+class Server:
+    """One engine. Commands act ``latency`` after they were issued, in the order of issue."""
+
+    def __init__(self, world: Host, id: int, device: int) -> None:
+        costs = world.scenario.engine
+        self.id = id
+        self.version = 0
+        """Version installed; -1 while an update is under way, or after the weights were discarded."""
+        self._world = world
+        self._device = device
+        self._name = f"engine-{id}"
+        self._engine = core.Engine(
+            Limits(
+                max_num_seqs=costs.max_num_seqs,
+                max_batch_tokens=costs.max_batch_tokens,
+                num_blocks=costs.kv_blocks,
+                block_size=costs.block_size,
+            ),
+            StepCosts.from_seconds(step=costs.step_s, seq=costs.seq_s, kv=costs.kv_s, prompt=costs.prompt_s),
+        )
+        self._due: int | None = None
+        self._cause: dict[int, int] = {}
+        self._left: dict[int, int] = {}
+        self._have: dict[int, int] = {}
+        self._acks: dict[int, int] = {}
+        control = world.scenario.control
+        self._latency = max(NANOSECOND, ps(control.latency_s))
+        self._quiesce = ps(control.abort_s)
+        self._restart = ps(control.resume_s)
+
+    @property
+    def busy(self) -> int:
+        """Picoseconds spent in steps."""
+        return self._engine.busy
+
+    def take(self, command: Command) -> None:
+        """Send ``command`` down the channel."""
+        self._world.clock.call(self._latency, self._name, lambda: self._act(command))
+
+    def _act(self, command: Command) -> None:
+        now = self._world.clock.now
+        match command:
+            case Generate():
+                self._left[command.id] = len(command.work)
+                for work in command.work:
+                    prompt, new = self._world.lengths(work)
+                    self._cause[work.rollout] = command.id
+                    self._have[work.rollout] = work.have
+                    self._engine.submit(now, core.Request(work.rollout, prompt, new - work.have, work.have))
+            case Abort():
+                self._control(core.Abort(command.id, tuple(command.rollouts)), self._quiesce)
+            case Pause():
+                self._control(core.Pause(command.id), self._quiesce)
+            case Resume():
+                self._control(core.Resume(command.id), self._restart)
+            case Flush():
+                held = self._engine.used_blocks
+                self._later(self._restart, Done(0, command.id, not held, "requests hold KV blocks" if held else ""))
+            case Sleep():
+                self._engine.drop_kv()
+                memory = self._world.scenario.memory
+                kept = engine_bytes(self._world.scenario, "weights") if command.level == 1 else 0
+                if command.level == 2:
+                    self.version = -1
+                self._resident(command.id, ["weights", "kv"], memory.sleep_s + kept / GB / memory.offload_gbps, 0)
+            case Wake():
+                memory = self._world.scenario.memory
+                seconds = sum(memory.wake_weights_s if t == "weights" else memory.wake_kv_s for t in command.tags)
+                self._resident(command.id, list(command.tags), seconds, 1)
+        self._schedule()
+
+    def _control(self, control: core.Control, extra: int) -> None:
+        self._acks[control.control] = extra
+        self._engine.control(self._world.clock.now, control)
+
+    def _resident(self, by: int, parts: list[str], seconds: float, times: int) -> None:
+        def tell() -> None:
+            world = self._world
+            for part in parts:
+                size = engine_bytes(world.scenario, "weights" if part == "weights" else "kv") * times
+                world.post(Resident(world.clock.stamp, by, self._device, "engine", part, size))  # type: ignore[arg-type]
+            world.post(Done(world.clock.stamp, by))
+
+        self._world.clock.call(ps(seconds), self._name, tell)
+
+    def _later(self, delay: int, done: Done) -> None:
+        world = self._world
+        world.clock.call(delay, self._name, lambda: world.post(Done(world.clock.stamp, done.cmd, done.ok, done.why)))
+
+    def _schedule(self) -> None:
+        """Have the engine's next boundary fired, unless it already will be."""
+        due = self._engine.next_t
+        if due is not None and due != self._due:
+            self._due = due
+            self._world.clock.call_last(due - self._world.clock.now, lambda: self._fire(due))
+
+    def _fire(self, due: int) -> None:
+        if self._engine.next_t != due or self._due != due:
+            return
+        self._due = None
+        outcomes = self._engine.boundary(due)
+        self._schedule()
+        for outcome in outcomes:
+            match outcome:
+                case core.Finished():
+                    self._end(outcome.id, outcome.tokens, "stop")
+                case core.Aborted():
+                    self._end(outcome.id, outcome.tokens, "abort")
+                case core.Acked():
+                    self._later(self._acks.pop(outcome.control), Done(0, outcome.control))
+                case _:
+                    pass
+
+    def _end(self, rollout: int, n: int, end: str) -> None:
+        world = self._world
+        by = self._cause.pop(rollout)
+        have = self._have.pop(rollout) + n
+        if end == "stop" and have >= world.scenario.shape.budget:
+            end = "length"
+        stamp = world.clock.stamp
+        world.post(Segment(stamp, by, rollout, self.id, self.version, n, end, self.version))  # type: ignore[arg-type]
+        self._left[by] -= 1
+        if not self._left[by]:
+            del self._left[by]
+            world.post(Done(stamp, by))
+        if end != "abort":
+            world.finished(rollout)
