@@ -22,7 +22,7 @@ from pathlib import Path
 PR_SET_PDEATHSIG = 1
 
 
-class ChildDied(Exception):
+class ChildDied(Exception):  # noqa: N818
     """A child process is gone. Raised by every pending and every later call to it."""
 
     def __init__(self, name: str, pid: int, status: str, last_line: str) -> None:
@@ -94,7 +94,7 @@ class Child:
 
     def _threads(self) -> set[int]:
         try:
-            return {int(task) for task in os.listdir(f"/proc/{self.pid}/task")}
+            return {int(task.name) for task in Path(f"/proc/{self.pid}/task").iterdir()}
         except FileNotFoundError:
             return set()
 

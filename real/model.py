@@ -36,9 +36,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 #: About 268 MB of weights in few, large tensors: for tests of what a sleeping engine gives back.
-WIDE = ModelSpec(
-    vocab=512, layers=4, hidden=1024, heads=16, kv_heads=16, head_dim=64, intermediate=4096, init_std=0.02
-)
+WIDE = ModelSpec(vocab=512, layers=4, hidden=1024, heads=16, kv_heads=16, head_dim=64, intermediate=4096, init_std=0.02)
 
 
 def build(spec: ModelSpec) -> Any:

@@ -17,7 +17,7 @@ import msgspec
 class StepCost(msgspec.Struct, frozen=True):
     """Minimum duration of an engine step: a + b * decoding + c * kv_tokens + p * prompt_tokens, in nanoseconds.
 
-    The four terms are those of the simulator's engine; `wire.Step` says what is counted in each.
+    The four terms are those of the simulator's engine; `answers.Step` says what is counted in each.
     """
 
     a: int = 0  # ns a step
@@ -73,6 +73,11 @@ class Pacer:
         self.declared_ns = 0
         self.overruns = 0
         self.overrun_ns = 0
+
+    @property
+    def chained(self) -> bool:
+        """Whether a unit that begins now continues a chain."""
+        return self._due is not None
 
     def start(self) -> None:
         """A unit of work begins. Continues the chain, or begins one after a rest."""

@@ -5,6 +5,9 @@ of moving buckets. Nothing here loads torch; the children's half is in `weights`
   bucket j, every engine copies it, then comes bucket j + 1. (On GPUs the same scheme runs over CUDA IPC.)
 * `BroadcastBuckets`: the trainer broadcasts each bucket to all engines at once over gloo.
 
+Either way a push begins with the trainer's offer: nothing touches an engine before the trainer is idle and has the
+version asked for, and no engine counts as updated whose checksum differs from the offered one.
+
 The staging buffer is an anonymous memory file that children open through /proc: it has no name, so that no crash of
 anybody can leave a segment behind in /dev/shm.
 """
@@ -20,7 +23,8 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from .wire import Moved, Packed, Piece, Updated
+from .answers import Moved, Offered, Packed, Updated
+from .commands import Piece
 
 T = TypeVar("T")
 
@@ -63,68 +67,116 @@ def plan(tensors: Iterable[Tensor], bucket_bytes: int) -> list[list[Piece]]:
 
 
 class Pushed(msgspec.Struct, frozen=True):
-    """A finished push. A set of weights that reached only some engines is told by `failed`."""
+    """A finished push. Weights that reached only some engines are told by `failed`."""
 
     version: int
+    checksum: str
     bytes: list[int]  # of each bucket
     ns: list[int]  # of each bucket, from the order to pack it to the last engine's acknowledgement
     updated: dict[str, Updated]  # by engine
     failed: dict[str, Exception]  # by engine; its weights are torn and it refuses to generate
 
 
-class Source(Protocol):
+class TornWeights(Exception):  # noqa: N818
+    """An engine's weights are not, or not certainly, what the trainer offered."""
+
+
+class Member(Protocol):
+    """What a broadcast group needs of its members."""
+
+    async def join(self, address: str, rank: int, world_size: int, timeout_s: float) -> None: ...
+    async def leave(self) -> None: ...
+
+
+class Source(Member, Protocol):
     """What a transport needs of a trainer."""
 
+    async def offer(self, version: int, bucket_bytes: int) -> Offered: ...
     async def pack(self, path: str, size: int, index: int, version: int) -> Packed: ...
-    async def broadcast(self, bucket_bytes: int, version: int) -> Moved: ...
-    async def join(self, address: str, rank: int, world_size: int, timeout_s: float) -> None: ...
-    async def leave(self) -> None: ...
+    async def send(self, bucket_bytes: int, index: int, version: int) -> Moved: ...
 
 
-class Sink(Protocol):
+class Sink(Member, Protocol):
     """What a transport needs of an engine."""
 
-    @property
-    def name(self) -> str: ...
+    name: str
+
     async def begin_update(self, version: int) -> None: ...
     async def copy_bucket(self, path: str, size: int, pieces: list[Piece]) -> Moved: ...
-    async def receive(self, bucket_bytes: int) -> Moved: ...
+    async def receive(self, bucket_bytes: int, index: int) -> Moved: ...
     async def end_update(self, version: int) -> Updated: ...
-    async def join(self, address: str, rank: int, world_size: int, timeout_s: float) -> None: ...
-    async def leave(self) -> None: ...
 
 
-class Transport(Protocol):
-    """A way of moving a whole set of weights. Engines must be paused; they are neither paused nor resumed here."""
+class Buckets:
+    """What both transports share: bucket after bucket, stop and wait.
 
-    async def push(self, source: Source, sinks: Sequence[Sink], version: int) -> Pushed: ...
-    async def close(self) -> None: ...
+    An engine that fails, or doesn't answer an order within `timeout_s`, is left behind.
+    """
+
+    label: str
+
+    def __init__(self, bucket_bytes: int = BUCKET_BYTES, timeout_s: float = 10.0) -> None:
+        self.bucket_bytes = bucket_bytes
+        self.timeout_s = timeout_s
+
+    async def push(
+        self,
+        source: Source,
+        sinks: Sequence[Sink],
+        version: int,
+        on_bucket: Callable[[int, int, int], None] = lambda _index, _bytes, _ns: None,
+    ) -> Pushed:
+        """Move version `version` to engines that are paused already; none is paused or resumed here.
+
+        Raises what the trainer's side raises (`Refused` if it has another version); engines' failures are in the
+        result.
+        """
+        offered = await source.offer(version, self.bucket_bytes)
+        await self._prepare(source, sinks)
+        standing = Standing(sinks, self.timeout_s)
+        await standing.each(lambda sink: sink.begin_update(version))
+        sizes: list[int] = []
+        times: list[int] = []
+        for index in range(offered.buckets):
+            began = time.monotonic_ns()
+            sizes.append(await self._pass(source, standing, index, version))
+            times.append(time.monotonic_ns() - began)
+            on_bucket(index, sizes[-1], times[-1])
+            if not standing.sinks:
+                break
+        updated = await standing.each(lambda sink: sink.end_update(version))
+        for name, update in list(updated.items()):
+            if update.checksum != offered.checksum:
+                standing.failed[name] = TornWeights(f"{name} has {update.checksum}, offered was {offered.checksum}")
+                del updated[name]
+        return Pushed(version, offered.checksum, sizes, times, updated, standing.failed)
+
+    async def _prepare(self, source: Source, sinks: Sequence[Sink]) -> None:
+        """Before the engines are touched."""
+
+    async def _pass(self, source: Source, standing: Standing, index: int, version: int) -> int:
+        """Move one bucket; its bytes."""
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        """Let go of everything."""
 
 
-class SharedBuckets:
-    """Buckets through one staging buffer of shared memory. An engine that fails is left behind, the others go on."""
+class SharedBuckets(Buckets):
+    """Buckets through one staging buffer of shared memory. An engine that fails doesn't keep the others."""
 
     label = "shared memory buckets"
 
-    def __init__(self, bucket_bytes: int = BUCKET_BYTES) -> None:
-        self.bucket_bytes = bucket_bytes
+    def __init__(self, bucket_bytes: int = BUCKET_BYTES, timeout_s: float = 10.0) -> None:
+        super().__init__(bucket_bytes, timeout_s)
         self._file = os.memfd_create(f"rlsched-{os.getpid()}", os.MFD_CLOEXEC)
         os.ftruncate(self._file, bucket_bytes)
         self.path = f"/proc/{os.getpid()}/fd/{self._file}"
 
-    async def push(self, source: Source, sinks: Sequence[Sink], version: int) -> Pushed:
-        """Move version `version`. Raises what the trainer's side raises; engines' failures are in the result."""
-        progress = _Progress(version, sinks)
-        await progress.each(lambda sink: sink.begin_update(version))
-        index, buckets = 0, 1
-        while index < buckets:
-            began = time.monotonic_ns()
-            packed = await source.pack(self.path, self.bucket_bytes, index, version)
-            copy = packed.pieces
-            await progress.each(lambda sink, copy=copy: sink.copy_bucket(self.path, self.bucket_bytes, copy))
-            progress.bucket(packed.bytes, time.monotonic_ns() - began)
-            index, buckets = index + 1, packed.buckets
-        return await progress.finish()
+    async def _pass(self, source: Source, standing: Standing, index: int, version: int) -> int:
+        packed = await source.pack(self.path, self.bucket_bytes, index, version)
+        await standing.each(lambda sink: sink.copy_bucket(self.path, self.bucket_bytes, packed.pieces))
+        return packed.bytes
 
     async def close(self) -> None:
         """Let go of the buffer; it is gone when the last child has unmapped it."""
@@ -133,88 +185,80 @@ class SharedBuckets:
             self._file = -1
 
 
-class BroadcastBuckets:
-    """Buckets broadcast over gloo. The group is formed by the first push and again whenever its members change or it
-    has failed; a dead member fails the push of all, after `timeout_s` at the latest."""
+class BroadcastBuckets(Buckets):
+    """Buckets broadcast over gloo. The group is formed by the first push, and again when its members change or it has
+    failed. One dead member fails the push to all: what is in flight then can't be told from what has arrived."""
 
     label = "gloo broadcast buckets"
+    _members: tuple[Member, ...] = ()
 
-    def __init__(self, bucket_bytes: int = BUCKET_BYTES, timeout_s: float = 10.0) -> None:
-        self.bucket_bytes = bucket_bytes
-        self.timeout_s = timeout_s
-        self._members: list[Source | Sink] = []
-
-    async def push(self, source: Source, sinks: Sequence[Sink], version: int) -> Pushed:
-        """Move version `version`. Raises what the trainer's side raises; engines' failures are in the result."""
-        if self._members != [source, *sinks]:
-            await self._form(source, sinks)
-        progress = _Progress(version, sinks)
-        await progress.each(lambda sink: sink.begin_update(version))
-        sending = asyncio.ensure_future(source.broadcast(self.bucket_bytes, version))
-        try:
-            received = await progress.each(lambda sink: sink.receive(self.bucket_bytes))
-            sent = await sending
-        except BaseException:
-            self._members = []
-            sending.cancel()
-            raise
-        if progress.failed:
-            self._members = []
-        # A bucket has passed when the slowest engine has copied it.
-        for j, size in enumerate(sent.bytes):
-            progress.bucket(size, max(sent.ns[j], *(moved.ns[j] for moved in received.values())))
-        return await progress.finish()
-
-    async def _form(self, source: Source, sinks: Sequence[Sink]) -> None:
+    async def _prepare(self, source: Source, sinks: Sequence[Sink]) -> None:
+        members = (source, *sinks)
+        if self._members == members:
+            return
         await self.close()
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{probe.getsockname()[1]}"
-        members = [source, *sinks]
-        joins = [m.join(address, rank, len(members), self.timeout_s) for rank, m in enumerate(members)]
-        outcomes = await asyncio.gather(*joins, return_exceptions=True)
+        joins = (m.join(address, rank, len(members), self.timeout_s) for rank, m in enumerate(members))
+        outcomes = await asyncio.gather(*(bounded(join, 2 * self.timeout_s) for join in joins), return_exceptions=True)
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome
         self._members = members
 
+    async def _pass(self, source: Source, standing: Standing, index: int, version: int) -> int:
+        sending = asyncio.ensure_future(bounded(source.send(self.bucket_bytes, index, version), 2 * self.timeout_s))
+        try:
+            await standing.each(lambda sink: sink.receive(self.bucket_bytes, index))
+            if standing.failed:
+                self._members = ()
+                standing.abandon(TornWeights("the broadcast group has lost a member"))
+                await asyncio.wait({sending})
+                sending.exception()  # it has lost that member too, and may or may not say so
+                return 0
+            return (await sending).bytes
+        except BaseException:
+            self._members = ()
+            sending.cancel()
+            raise
+
     async def close(self) -> None:
         """Dissolve the group."""
-        members, self._members = self._members, []
-        await asyncio.gather(*(member.leave() for member in members), return_exceptions=True)
+        members, self._members = self._members, ()
+        await asyncio.gather(*(bounded(m.leave(), self.timeout_s) for m in members), return_exceptions=True)
 
 
-class _Progress:
-    """One push under way: which engines still stand, and what passed."""
+class Standing:
+    """The engines that still take part in a push."""
 
-    def __init__(self, version: int, sinks: Sequence[Sink]) -> None:
-        self._version = version
-        self._standing = {sink.name: sink for sink in sinks}
-        self._bytes: list[int] = []
-        self._ns: list[int] = []
+    def __init__(self, sinks: Sequence[Sink], timeout_s: float) -> None:
+        self.sinks = {sink.name: sink for sink in sinks}
         self.failed: dict[str, Exception] = {}
+        self._timeout_s = timeout_s
 
     async def each(self, order: Callable[[Sink], Awaitable[T]]) -> dict[str, T]:
-        """Give an order to all standing engines at once and wait for all; those that fail no longer stand."""
-        names = list(self._standing)
-        outcomes = await asyncio.gather(*(order(self._standing[name]) for name in names), return_exceptions=True)
+        """Give an order to all engines at once and wait for all; those that fail no longer stand."""
+        orders = {name: bounded(order(sink), self._timeout_s) for name, sink in self.sinks.items()}
+        outcomes = await asyncio.gather(*orders.values(), return_exceptions=True)
         done: dict[str, T] = {}
-        for name, outcome in zip(names, outcomes, strict=True):
+        for name, outcome in zip(orders, outcomes, strict=True):
             if isinstance(outcome, Exception):
                 self.failed[name] = outcome
-                del self._standing[name]
+                del self.sinks[name]
             elif isinstance(outcome, BaseException):
                 raise outcome
             else:
                 done[name] = outcome
         return done
 
-    def bucket(self, size: int, ns: int) -> None:
-        """One bucket has passed."""
-        self._bytes.append(size)
-        self._ns.append(ns)
+    def abandon(self, reason: Exception) -> None:
+        """Fail all that still stand."""
+        self.failed.update(dict.fromkeys(self.sinks, reason))
+        self.sinks = {}
 
-    async def finish(self) -> Pushed:
-        """Close the update on all standing engines."""
-        updated = await self.each(lambda sink: sink.end_update(self._version))
-        return Pushed(self._version, self._bytes, self._ns, updated, self.failed)
+
+async def bounded(work: Awaitable[T], timeout_s: float) -> T:
+    """Wait for it, or raise TimeoutError."""
+    async with asyncio.timeout(timeout_s):
+        return await work

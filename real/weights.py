@@ -10,16 +10,17 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from .commands import Piece
 from .transport import Tensor, plan
-from .wire import Piece, Refused
+from .wire import Refused
 
 
 class WeightSet:
@@ -31,7 +32,7 @@ class WeightSet:
     @property
     def nbytes(self) -> int:
         """Bytes of all parameters."""
-        return sum(p.numel() * p.element_size() for p in self.parameters.values())
+        return sum(int(p.numel() * p.element_size()) for p in self.parameters.values())
 
     def buckets(self, bucket_bytes: int) -> list[list[Piece]]:
         """The plan of these parameters."""
@@ -62,7 +63,9 @@ class WeightSet:
         digest = hashlib.blake2b(digest_size=16)
         for name, parameter in self.parameters.items():
             digest.update(name.encode())
-            digest.update(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+            # A copy: a storage once seen through numpy can never be resized again, and sleeping resizes it.
+            copy = parameter.detach().to("cpu", copy=True)
+            digest.update(copy.view(-1).view(torch.uint8).numpy())
         return digest.hexdigest()
 
 
@@ -74,25 +77,27 @@ def window(buffer: torch.Tensor, piece: Piece, part: torch.Tensor) -> torch.Tens
 def extent(parameters: dict[str, torch.Tensor], pieces: Sequence[Piece]) -> int:
     """Bytes from the start of a bucket to its last piece's end."""
     last = pieces[-1]
-    return last.offset + last.count * parameters[last.name].element_size()
+    return last.offset + last.count * int(parameters[last.name].element_size())
 
 
 class Staging:
-    """This process's view of the parent's staging buffer, mapped once and kept while the path stays the same."""
+    """This process's view of the parent's staging buffer, mapped once and kept while it is the same file."""
 
     def __init__(self) -> None:
-        self._path: str | None = None
+        self._file: tuple[int, int] | None = None
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def at(self, path: str, size: int) -> torch.Tensor:
         """The buffer as bytes."""
-        if (path, size) != (self._path, self._buffer.numel()):
+        # The path is a file descriptor's number and comes again; the inode can't while it is mapped here.
+        found = Path(path).stat()
+        if (found.st_dev, found.st_ino) != self._file:
             file = os.open(path, os.O_RDWR)
             try:
                 self._buffer = torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
             finally:
                 os.close(file)
-            self._path = path
+            self._file = (found.st_dev, found.st_ino)
         return self._buffer
 
 
@@ -120,40 +125,20 @@ class Group:
             self._joined = False
             dist.destroy_process_group()
 
-    def send(self, weights: WeightSet, bucket_bytes: int) -> tuple[list[int], list[int]]:
-        """Broadcast all buckets; bytes and nanoseconds of each."""
-        return self._each(weights, bucket_bytes, before=weights.pack, after=None)
+    def send(self, weights: WeightSet, pieces: Sequence[Piece]) -> int:
+        """Pack a bucket and broadcast it; its bytes."""
+        buffer = self._buffer(weights, pieces)
+        weights.pack(buffer, pieces)
+        dist.broadcast(buffer, src=0)
+        return len(buffer)
 
-    def receive(
-        self, weights: WeightSet, bucket_bytes: int, done: Callable[[int], None]
-    ) -> tuple[list[int], list[int]]:
-        """Copy all buckets as they come; `done` is told the bytes of each before its time is taken."""
+    def receive(self, weights: WeightSet, pieces: Sequence[Piece]) -> int:
+        """Take a bucket and copy it; its parameter bytes."""
+        buffer = self._buffer(weights, pieces)
+        dist.broadcast(buffer, src=0)
+        return weights.copy(buffer, pieces)
 
-        def after(buffer: torch.Tensor, pieces: Sequence[Piece]) -> None:
-            done(weights.copy(buffer, pieces))
-
-        return self._each(weights, bucket_bytes, before=None, after=after)
-
-    def _each(
-        self,
-        weights: WeightSet,
-        bucket_bytes: int,
-        before: Callable[[torch.Tensor, Sequence[Piece]], object] | None,
-        after: Callable[[torch.Tensor, Sequence[Piece]], object] | None,
-    ) -> tuple[list[int], list[int]]:
+    def _buffer(self, weights: WeightSet, pieces: Sequence[Piece]) -> torch.Tensor:
         if not self._joined:
             raise Refused("not in a broadcast group")
-        buffer = torch.empty(bucket_bytes, dtype=torch.uint8)
-        sizes: list[int] = []
-        times: list[int] = []
-        for pieces in weights.buckets(bucket_bytes):
-            began = time.monotonic_ns()
-            size = extent(weights.parameters, pieces)
-            if before is not None:
-                before(buffer, pieces)
-            dist.broadcast(buffer[:size], src=0)
-            if after is not None:
-                after(buffer, pieces)
-            sizes.append(size)
-            times.append(time.monotonic_ns() - began)
-        return sizes, times
+        return torch.empty(extent(weights.parameters, pieces), dtype=torch.uint8)

@@ -141,11 +141,11 @@ def close(ledger: Ledger, group: Group, out: Out) -> None:
 
 
 def abort_live(ledger: Ledger, rollouts: list[int], fate: AbortFate, out: Out) -> set[int]:
-    """Abort those of ``rollouts`` that are inside an engine; the ids of the commands."""
+    """Abort those of ``rollouts`` that are inside an engine and not called back yet; the ids of the commands."""
     by_engine: dict[int, list[int]] = {}
     for r in rollouts:
         record = ledger.rollouts.get(r)
-        if record is not None and record.state == "live" and record.engine is not None:
+        if record is not None and record.state == "live" and record.engine is not None and r not in ledger.recalled:
             by_engine.setdefault(record.engine, []).append(r)
             ledger.recalled[r] = fate
     return {issue(ledger, Abort(next_id(ledger), engine, sorted(ids), fate), out) for engine, ids in by_engine.items()}
@@ -292,6 +292,7 @@ def _down(ledger: Ledger, fact: Down) -> None:
     engine.serving = engine.open = False
     engine.installed = -1
     for r in sorted(engine.live):
+        ledger.recalled.pop(r, None)
         rollout = ledger.rollouts[r]
         rollout.state, rollout.cause, rollout.engine = "interrupted", "retry", None
         ledger.interrupted.append(r)

@@ -9,7 +9,7 @@ fact it runs to a fixpoint in one fixed order, because two orders are two schedu
 from collections.abc import Callable
 from typing import Any
 
-from .books import Out, admit, cancel, close, expire, fold, go, issue, next_id, wait
+from .books import Out, admit, expire, fold, go, issue, next_id, wait
 from .commands import Command, Generate, Stop, Timer, Work
 from .decisions import Batch, Hold, Install, Move, Start, Verdict, Wait
 from .errors import PolicyError
@@ -107,10 +107,8 @@ class Controller:
             return False
         if not ledger.closing:
             ledger.closing = True
-            for g in [*ledger.running]:
-                group = ledger.groups[g]
-                cancel(ledger, group, "the run ends", False, self._out)
-                close(ledger, group, self._out)
+            for g in [*ledger.running, *ledger.buffer]:
+                expire(ledger, Verdict(g, "drop", "the run ends"), self._out)
         if ledger.tracks:
             return False
         ledger.tracks["closing"] = Track(closing(ledger))

@@ -38,13 +38,13 @@ class Wait(Struct, frozen=True):
 
 
 class Verdict(Struct, frozen=True):
-    """What becomes of a group: ``drop`` it, ``requeue`` its prompt for another attempt, ``cancel`` it.
+    """A group, running or accepted, is given up; ``requeue``: its prompt gets another attempt.
 
-    A group without a verdict is kept. ``refund`` gives its place under the cap back.
+    A group without a verdict is kept. ``refund`` gives an accepted one's place under the cap back.
     """
 
     group: int
-    fate: Literal["drop", "requeue", "cancel"]
+    fate: Literal["drop", "requeue"]
     why: str
     refund: bool = True
 

@@ -111,6 +111,14 @@ class Done(Fact, frozen=True, tag="done"):
     why: str = ""
 
 
+class Observed(Fact, frozen=True, tag="observed"):
+    """A measurement beside the schedule, such as the fall in RSS of a sleep. No invariant reads it."""
+
+    by: int
+    name: str
+    value: float
+
+
 class Down(Fact, frozen=True, tag="down"):
     """``engine`` (None: the trainer) is gone, and everything it held with it."""
 

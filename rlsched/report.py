@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -13,6 +14,7 @@ from .compare import JUDGED, SHOWN, Row
 from .metrics import Metrics
 from .naming import PolicySpec
 from .replay import Divergence
+from .verdict import Verdict
 
 _TITLES = {
     "step_s": "step s",
@@ -119,3 +121,37 @@ def policies(console: Console, specs: list[PolicySpec]) -> None:
             table.add_row(s.name if not i else "", slot, made.type.rpartition(":")[2], fields)
         table.add_section()
     console.print(table)
+
+
+def verdict(console: Console, found: Verdict) -> None:
+    """Real against simulated, and what checker and replay said."""
+    comparison(console, found.rows)
+    for name, runs in found.real.items():
+        everything = [*runs, found.sim[name]]
+        violated = sum(sum(r.report.counts.values()) for r in everything)
+        exact = sum(r.replay.divergence is None for r in everything)
+        console.print(
+            f"{name}: {violated} violations, {exact} of {len(everything)} histories replay exactly,"
+            f" rollouts interrupted and resumed: {', '.join(str(r.metrics.interrupted) for r in runs)} real,"
+            f" {found.sim[name].metrics.interrupted} simulated",
+            soft_wrap=True,
+        )
+        console.print(
+            f"    groups by age, real {ages(runs[0].metrics.ages)}; simulated {ages(found.sim[name].metrics.ages)}"
+        )
+    for why in found.void:
+        console.print(f"void: {why}", soft_wrap=True)
+    misses = sum(not r.good for rows in found.rows.values() for r in rows)
+    if found.void:
+        console.print("nothing was decided")
+    else:
+        console.print("the simulation matches" if not misses else f"{misses} measures miss their bound")
+
+
+def write_verdict(found: Verdict, folder: Path) -> Path:
+    """The verdict as text and as JSON in ``folder``; the path of the text."""
+    page = folder / "report.txt"
+    with page.open("w") as file:
+        verdict(Console(file=file, width=120, highlight=False), found)
+    (folder / "report.json").write_bytes(msgspec.json.format(msgspec.json.encode(found)))
+    return page

@@ -81,7 +81,7 @@ def installing(update: Install, moves: list[Move], ledger: Ledger) -> list[AnySt
 
 def closing(ledger: Ledger) -> list[AnyStage]:
     """Call every request back, then stop."""
-    return [Interrupt(ledger.serving(), "cancel"), Drain(ledger.serving()), Settle(), Farewell()]
+    return [Interrupt(ledger.serving(), "cancel"), Settle(), Farewell()]
 
 
 def _engines(moves: list[Move], ledger: Ledger) -> list[int]:
@@ -169,7 +169,7 @@ def enter(stage: AnyStage, ledger: Ledger, out: Out) -> set[int]:
 def over(stage: AnyStage, ledger: Ledger) -> bool:
     """The condition, besides its answers, that lets ``stage`` end."""
     match stage:
-        case Drain():
+        case Drain() | Interrupt():
             return not any(ledger.engines[e].live for e in stage.engines)
         case Settle():
             return all(isinstance(c, Timer) for c in ledger.open.values())

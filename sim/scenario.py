@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from rlsched.commands import Transport
 from rlsched.errors import InputError
 from rlsched.shape import Shape
 from rlsched.workload import Length, Workload
@@ -69,14 +70,28 @@ class TransportCosts(Struct, frozen=True, forbid_unknown_fields=True):
 
     version_gb: float = 15.2
     """Bytes of one version of the weights, in 10⁹."""
-    bucket_s: float = 2e-3
-    """Seconds a bucket, besides its bytes: packing, signalling, acknowledgement."""
+    ipc_begin_s: float = 0.0
+    """Seconds of an IPC transfer besides its buckets: gathering, loading, checking."""
+    ipc_bucket_s: float = 2e-3
+    """Seconds of an IPC bucket besides its bytes: packing, signalling, acknowledgement."""
     ipc_gbps: float = 100.0
     """10⁹ bytes a second through CUDA IPC or shared memory."""
+    broadcast_begin_s: float = 0.0
+    """Seconds of a broadcast besides its buckets."""
+    broadcast_bucket_s: float = 2e-3
+    """Seconds of a broadcast bucket besides its bytes."""
     broadcast_gbps: float = 8.25
     """10⁹ bytes a second through a broadcast, to all engines at once."""
-    begin_s: float = 0.0
-    """Seconds before the first bucket and after the last, together: gathering, loading, checking."""
+
+    def begin_s(self, transport: Transport) -> float:
+        """Seconds of a transfer besides its buckets."""
+        return self.ipc_begin_s if transport == "ipc" else self.broadcast_begin_s
+
+    def bucket_s(self, transport: Transport, size: int) -> float:
+        """Seconds of a bucket of ``size`` bytes."""
+        if transport == "ipc":
+            return self.ipc_bucket_s + size / GB / self.ipc_gbps
+        return self.broadcast_bucket_s + size / GB / self.broadcast_gbps
 
 
 class MemoryCosts(Struct, frozen=True, forbid_unknown_fields=True):
@@ -88,6 +103,8 @@ class MemoryCosts(Struct, frozen=True, forbid_unknown_fields=True):
     """KV cache of an engine in 10⁹ bytes."""
     offload_gbps: float = 25.0
     """10⁹ bytes a second between a device and its host, for trainer parts and level-1 sleep."""
+    shift_s: float = 0.0
+    """Seconds that loading or offloading a trainer part takes, besides its bytes."""
     sleep_s: float = 0.2
     """Seconds to fall asleep, besides bytes."""
     wake_weights_s: float = 0.1
@@ -102,9 +119,13 @@ class Control(Struct, frozen=True, forbid_unknown_fields=True):
     latency_s: float = 1e-3
     """Seconds from a command to its effect: the way through RPC. At least a nanosecond."""
     abort_s: float = 0.0
-    """Seconds that an abort or a pause takes after it took effect."""
+    """Seconds from an abort's effect to its answer."""
+    pause_s: float = 0.0
+    """Seconds from a pause's effect to its answer."""
     resume_s: float = 0.0
-    """Seconds that a resume or a flush takes."""
+    """Seconds from a resume's effect to its answer."""
+    flush_s: float = 0.0
+    """Seconds that a flush takes."""
 
 
 class Scenario(Struct, frozen=True, forbid_unknown_fields=True):

@@ -54,10 +54,7 @@ class Server:
         self._left: dict[int, int] = {}
         self._have: dict[int, int] = {}
         self._acks: dict[int, int] = {}
-        control = world.scenario.control
-        self._latency = max(NANOSECOND, ps(control.latency_s))
-        self._quiesce = ps(control.abort_s)
-        self._restart = ps(control.resume_s)
+        self._latency = max(NANOSECOND, ps(world.scenario.control.latency_s))
 
     @property
     def busy(self) -> int:
@@ -69,7 +66,7 @@ class Server:
         self._world.clock.call(self._latency, self._name, lambda: self._act(command))
 
     def _act(self, command: Command) -> None:
-        now = self._world.clock.now
+        now, control = self._world.clock.now, self._world.scenario.control
         match command:
             case Generate():
                 self._left[command.id] = len(command.work)
@@ -79,14 +76,14 @@ class Server:
                     self._have[work.rollout] = work.have
                     self._engine.submit(now, core.Request(work.rollout, prompt, new - work.have, work.have))
             case Abort():
-                self._control(core.Abort(command.id, tuple(command.rollouts)), self._quiesce)
+                self._control(core.Abort(command.id, tuple(command.rollouts)), control.abort_s)
             case Pause():
-                self._control(core.Pause(command.id), self._quiesce)
+                self._control(core.Pause(command.id), control.pause_s)
             case Resume():
-                self._control(core.Resume(command.id), self._restart)
+                self._control(core.Resume(command.id), control.resume_s)
             case Flush():
                 held = self._engine.used_blocks
-                self._later(self._restart, Done(0, command.id, not held, "requests hold KV blocks" if held else ""))
+                self._later(ps(control.flush_s), Done(0, command.id, not held, "requests hold KV blocks" if held else ""))
             case Sleep():
                 self._engine.drop_kv()
                 memory = self._world.scenario.memory
@@ -100,8 +97,8 @@ class Server:
                 self._resident(command.id, list(command.tags), seconds, 1)
         self._schedule()
 
-    def _control(self, control: core.Control, extra: int) -> None:
-        self._acks[control.control] = extra
+    def _control(self, control: core.Control, seconds: float) -> None:
+        self._acks[control.control] = ps(seconds)
         self._engine.control(self._world.clock.now, control)
 
     def _resident(self, by: int, parts: list[str], seconds: float, times: int) -> None:

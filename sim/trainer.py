@@ -70,11 +70,10 @@ class Trainer:
         for s in servers:
             s.version = -1
             world.post(Updating(world.clock.stamp, command.id, s.id, command.version))
-        yield world.clock.wait(ps(costs.begin_s), "trainer")
-        rate = costs.ipc_gbps if command.transport == "ipc" else costs.broadcast_gbps
+        yield world.clock.wait(ps(costs.begin_s(command.transport)), "trainer")
         sizes = buckets(round(costs.version_gb * GB), command.bucket)
         for index, size in enumerate(sizes):
-            duration = ps(costs.bucket_s + size / GB / rate)
+            duration = ps(costs.bucket_s(command.transport, size))
             yield world.clock.wait(duration, "trainer")
             for s in servers:
                 world.post(Bucket(world.clock.stamp, command.id, s.id, index, size, duration // NANOSECOND))
@@ -89,7 +88,8 @@ class Trainer:
         yield world.clock.wait(self._latency, "trainer")
         for part in parts:
             size = trainer_bytes(world.scenario, part, world.devices)
-            yield world.clock.wait(ps(size / GB / world.scenario.memory.offload_gbps), "trainer")
+            memory = world.scenario.memory
+            yield world.clock.wait(ps(memory.shift_s + size / GB / memory.offload_gbps), "trainer")
             for d in world.devices:
                 if d.trainer:
                     world.post(Resident(world.clock.stamp, by, d.id, "trainer", part, size * times))

@@ -1,8 +1,8 @@
 """How fast the simulated engine finishes requests: 256 running, lognormal lengths of mean 2000, ample KV.
 
-Run ``python tests/bench_engine.py [requests]``. It prints a rate a line and then one JSON line. ``drained`` submits in waves of
-256 with no queue behind them; ``backlogged`` keeps the queue full, so each finish is followed by a step that admits; ``replaced``
-submits one request a nanosecond after each finish, which cuts a stretch in addition.
+Run ``python tests/bench_engine.py [requests]``. It prints a rate a line and then one JSON line. ``drained`` submits
+waves of 256 with no queue behind them; ``backlogged`` keeps the queue full, so that a step that admits follows
+each finish; ``replaced`` submits one request a nanosecond after each finish, which cuts a stretch besides.
 """
 
 import json

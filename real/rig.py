@@ -1,0 +1,166 @@
+"""The rig: engine and trainer processes that stay up from run to run, and the transports between them."""
+
+import asyncio
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Self
+
+from rlsched.commands import Part, Tag, Transport
+from rlsched.errors import InputError
+from rlsched.facts import Resident
+from rlsched.manifest import Manifest
+from rlsched.shape import Device
+
+from . import answers
+from .child import ChildDied
+from .client import EngineClient, TrainerClient
+from .setup import Setup
+from .transport import BroadcastBuckets, Buckets, SharedBuckets
+
+
+class Rig:
+    """``engines`` by number and one ``trainer``; make it with ``start``, end it with ``close``."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.engines: dict[int, EngineClient] = {}
+        self.trainer: TrainerClient
+        self.cores = sorted(os.sched_getaffinity(0))
+        self._folder = tempfile.TemporaryDirectory(prefix="rlsched-")
+        self._transports: dict[tuple[Transport, int], Buckets] = {}
+        self.deaf()
+
+    @classmethod
+    async def start(cls, setup: Setup, engines: int) -> Self:
+        """Start the children and wait until all are ready."""
+        rig = cls(setup)
+        try:
+            starting = [rig._engine(e) for e in range(engines)]
+            rig.trainer, *_ = await asyncio.gather(rig._train(), *starting)
+        except BaseException:
+            await rig.close()
+            raise
+        return rig
+
+    async def _engine(self, id: int) -> None:
+        self.engines[id] = await EngineClient.start(
+            f"engine-{id}",
+            self.setup.engine,
+            Path(self._folder.name),
+            on_ended=lambda told: self._on_ended(id, told),
+            on_down=lambda error: self._on_down(id, error),
+        )
+
+    async def _train(self) -> TrainerClient:
+        return await TrainerClient.start(
+            "trainer",
+            self.setup.trainer,
+            Path(self._folder.name),
+            on_phase=lambda told: self._on_phase(told),
+            on_down=lambda error: self._on_down(None, error),
+        )
+
+    def listen(
+        self,
+        on_ended: Callable[[int, answers.Ended], None],
+        on_phase: Callable[[answers.Phase], None],
+        on_down: Callable[[int | None, ChildDied], None],
+    ) -> None:
+        """Tell these from now on what the children say unasked."""
+        self._on_ended, self._on_phase, self._on_down = on_ended, on_phase, on_down
+
+    def deaf(self) -> None:
+        """Tell nobody."""
+        self.listen(lambda _, __: None, lambda _: None, lambda _, __: None)
+
+    async def reset(self, manifest: Manifest) -> dict[int, int]:
+        """Make ready for a run: cores by the layout, version 0 installed on every engine; its bytes there."""
+        wanted = sorted(d.engine for d in manifest.devices if d.engine is not None)
+        if wanted != sorted(self.engines):
+            raise InputError(
+                f"policy {manifest.policy.name} lays out {len(wanted)} engines, but {len(self.engines)} are up;"
+                " start with the number it needs"
+            )
+        cores = deal(self.cores, len(manifest.devices))
+        for d in manifest.devices:
+            if d.engine is not None:
+                self.engines[d.engine].set_cpus(cores[d.id])
+        self.trainer.set_cpus(sorted({c for d in manifest.devices if d.trainer for c in cores[d.id]}))
+        engines = list(self.engines.values())
+        for client in engines:
+            await client.abort()
+            await client.reset(manifest.seed)
+            await client.pause()
+        await self.trainer.reset(manifest.seed)
+        pushed = await self.transport("ipc", 1 << 26).push(self.trainer, engines, 0)
+        if pushed.failed:
+            raise next(iter(pushed.failed.values()))
+        for client in engines:
+            await client.resume()
+        return {e: pushed.updated[client.name].bytes for e, client in self.engines.items()}
+
+    def transport(self, kind: Transport, bucket: int) -> Buckets:
+        """The transport of that kind and bucket size, kept for later pushes."""
+        key = (kind, bucket)
+        if key not in self._transports:
+            self._transports[key] = SharedBuckets(bucket) if kind == "ipc" else BroadcastBuckets(bucket)
+        return self._transports[key]
+
+    def bucket(self, kind: Transport) -> int:
+        """The bucket size of the push made last by that kind, or 64 MiB."""
+        return next((size for k, size in reversed(self._transports) if k == kind), 1 << 26)
+
+    def engine_bytes(self, engine: int) -> dict[Tag, int]:
+        """Bytes of an engine's weights and of its KV cache when awake."""
+        client, model = self.engines[engine], self.setup.engine.model
+        width = 8 if model.dtype == "float64" else 4 if model.dtype == "float32" else 2
+        kv = client.capabilities.kv_tokens * model.layers * 2 * model.kv_heads * model.head_dim * width
+        return {"weights": client.parameter_bytes, "kv": kv}
+
+    def residents(self, devices: list[Device]) -> list[Resident]:
+        """What is where when a run begins."""
+        found: list[Resident] = []
+        for d in devices:
+            if d.engine is not None:
+                sizes = self.engine_bytes(d.engine)
+                found += [Resident(0, 0, d.id, "engine", part, size) for part, size in sizes.items()]
+        return [*found, *self.trainer_residents(devices, ["parameters", "optimizer"], 0, 0, away=False)]
+
+    def trainer_residents(
+        self, devices: list[Device], parts: list[Part], t: int, by: int, away: bool
+    ) -> list[Resident]:
+        """What the trainer holds; ``away``: the parts left its devices. On a CPU they never do: host is device."""
+        shards = [d.id for d in devices if d.trainer]
+        sizes: dict[Part, int] = {
+            "parameters": self.trainer.parameter_bytes,
+            "optimizer": 2 * self.trainer.parameter_bytes,
+        }
+        return [
+            Resident(t, by, d, "trainer", part, 0 if away else sizes[part] // len(shards))
+            for part in parts
+            for d in shards
+        ]
+
+    async def counts(self) -> dict[str, answers.Counted]:
+        """Pacing overruns and memory, by process."""
+        clients = {**{f"engine-{e}": c for e, c in self.engines.items()}, "trainer": self.trainer}
+        return {name: await client.count() for name, client in clients.items()}
+
+    async def close(self) -> None:
+        """End and reap every process, and let go of the transports."""
+        self.deaf()
+        for transport in self._transports.values():
+            await transport.close()
+        clients = [*self.engines.values(), *([self.trainer] if hasattr(self, "trainer") else [])]
+        await asyncio.gather(*(c.close() for c in clients), return_exceptions=True)
+        self._folder.cleanup()
+
+
+def deal(cores: list[int], devices: int) -> list[list[int]]:
+    """Cores of each device: disjoint while there are enough, and all of them for a single one."""
+    if devices >= len(cores):
+        return [[cores[d % len(cores)]] for d in range(devices)]
+    share = len(cores) // devices
+    return [cores[d * share : (d + 1) * share] for d in range(devices)]

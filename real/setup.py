@@ -1,0 +1,84 @@
+"""The job of a real run: what is generated and trained, on which model, held to which minima."""
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+from rlsched.errors import InputError
+from rlsched.shape import Shape
+from rlsched.workload import Length, Workload
+
+from .config import EngineConfig, TrainerConfig
+from .pacing import EnginePace, StepCost, TrainerPace, WorkCost
+from .task import Task
+
+MS = 1_000_000
+
+ENGINE_PACE = EnginePace(
+    step=StepCost(a=14 * MS, b=200_000, c=300, p=30_000),
+    bucket=WorkCost(fixed=60 * MS),
+    sleep=WorkCost(fixed=60 * MS),
+    wake=WorkCost(fixed=60 * MS),
+)
+TRAINER_PACE = TrainerPace(
+    old_logprob=WorkCost(fixed=80 * MS, each=150_000),
+    update=WorkCost(fixed=250 * MS, each=450_000),
+    shift=WorkCost(fixed=30 * MS),
+)
+
+
+class Setup(Struct, frozen=True, forbid_unknown_fields=True):
+    """Everything that a real run needs besides its policy. The default is the job of the demo."""
+
+    shape: Shape = Shape(b=4, samples=4, steps=6, budget=96)
+    workload: Workload = Workload(prompt=Length(mean=4.0), output=Length(kind="lognormal", mean=40.0))
+    task: Task = Task()
+    engine: EngineConfig = EngineConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    forced: bool = True
+    """Lengths are the workload's and end-of-sequence is ignored: for comparison. False: rollouts stop by themselves."""
+
+    def __post_init__(self) -> None:
+        prompt = self.task.prompt_symbols + 1
+        room = self.engine.kv_blocks * self.engine.page_size
+        if prompt + self.shape.budget > room:
+            raise InputError(
+                f"a prompt of {prompt} and {self.shape.budget} new tokens can never fit into"
+                f" engine.kv_blocks {self.engine.kv_blocks} of {self.engine.page_size} tokens ({room}):"
+                " raise kv_blocks or lower shape.budget"
+            )
+
+    def paced(self) -> "Setup":
+        """The same job with steps, phases and transfers held to the demo's minima, where none are declared."""
+        return replace(
+            self,
+            engine=replace(self.engine, pace=self.engine.pace or ENGINE_PACE),
+            trainer=replace(self.trainer, pace=self.trainer.pace or TRAINER_PACE),
+        )
+
+
+def load(path: Path | str | None, steps: int | None = None) -> Setup:
+    """The setup of a TOML file (None: the default). Raises InputError that names the file and the field."""
+    raw: dict[str, Any] = {}
+    if path is not None:
+        try:
+            raw = tomllib.loads(Path(path).read_text())
+        except OSError as error:
+            raise InputError(f"{path}: {error.strerror}") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise InputError(f"{path}: {error}") from None
+    if steps is not None:
+        raw.setdefault("shape", {})["steps"] = steps
+    base = msgspec.to_builtins(Setup())
+    for table, values in raw.items():
+        base[table] = (
+            {**base[table], **values} if isinstance(base.get(table), dict) and isinstance(values, dict) else values
+        )
+    try:
+        return msgspec.convert(base, Setup)
+    except (msgspec.ValidationError, InputError) as error:
+        raise InputError(f"{path or 'setup'}: {error}") from None

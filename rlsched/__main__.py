@@ -1,0 +1,5 @@
+"""``python -m rlsched``."""
+
+from .cli import main
+
+main()

@@ -1,0 +1,73 @@
+"""Engines: standing still, flushing, and going down (PAUSE, FLUSH)."""
+
+from ..commands import Flush, Load, Offload, Pause, Resume, Train, Transfer
+from ..facts import Down
+from .causes import about
+from .generation import lost
+from .report import Seen
+from .state import Order, State
+
+
+def pause(state: State, order: Order) -> None:
+    """An engine is to stand still."""
+    event = order.event
+    assert isinstance(event, Pause)
+    engine = about(state, order, event.engine)
+    if engine is not None:
+        if engine.pause is not None:
+            state.broken("PAUSE", f"engine {engine.id} is paused again", engine.pause, order.seen)
+        engine.pause = order.seen
+
+
+def paused(state: State, order: Order, done: Seen) -> None:
+    """A Pause was answered: the engine stands still."""
+    event = order.event
+    assert isinstance(event, Pause)
+    engine = state.engines.get(event.engine)
+    if engine is not None:
+        engine.still = engine.pause is order.seen
+
+
+def resume(state: State, order: Order) -> None:
+    """An engine may step again."""
+    event = order.event
+    assert isinstance(event, Resume)
+    engine = about(state, order, event.engine)
+    if engine is not None:
+        if engine.pause is None:
+            state.broken("PAUSE", f"engine {engine.id} is resumed, but it was not paused", order.seen)
+        engine.pause, engine.still = None, False
+
+
+def flush(state: State, order: Order) -> None:
+    """An engine is to forget its cached KV."""
+    event = order.event
+    assert isinstance(event, Flush)
+    about(state, order, event.engine)
+
+
+def flushed(state: State, order: Order, done: Seen) -> None:
+    """A Flush was answered: unless it was refused, the cache is empty."""
+    event = order.event
+    assert isinstance(event, Flush)
+    engine = state.engines.get(event.engine)
+    if engine is not None:
+        engine.stale = None
+
+
+def down(state: State, line: int, event: Down) -> None:
+    """An engine, or the trainer, is gone; that answers all the commands that are about it."""
+    if event.engine is None:
+        closed = [o for o in state.open.values() if isinstance(o.event, Train | Transfer | Load | Offload)]
+    else:
+        engine = state.engines.get(event.engine)
+        if engine is None or not engine.up:
+            what = "isn't there" if engine is None else "is down already"
+            state.broken("CAUSE", f"engine {event.engine} is down, but it {what}", Seen(line, event))
+            return
+        lost(state, engine)
+        engine.up, engine.version, engine.updating = False, -1, None
+        engine.pause, engine.still, engine.stale = None, False, None
+        closed = [o for o in state.open.values() if getattr(o.event, "engine", None) == event.engine]
+    for order in closed:
+        del state.open[order.event.id]
