@@ -56,6 +56,12 @@ class Woken(Message, frozen=True):
     weights_usable: bool
 
 
+class Hosted(Message, frozen=True):
+    """Where the group meets."""
+
+    address: str  # host:port
+
+
 class Offered(Message, frozen=True):
     """The weights on offer."""
 
@@ -184,6 +190,7 @@ Result = (
     | Flushed
     | Slept
     | Woken
+    | Hosted
     | Offered
     | Moved
     | Packed

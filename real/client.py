@@ -319,6 +319,10 @@ class TrainerClient(Client):
         """Move them to host memory; training is refused until they are loaded again."""
         return await self._channel.call(commands.OffloadParts(list(parts)), answers.Shifted)
 
+    async def host(self) -> str:
+        """Open the place where a broadcast group will meet, as its rank 0; its address."""
+        return (await self._channel.call(commands.HostGroup(), answers.Hosted)).address
+
     async def offer(self, version: int, bucket_bytes: int) -> answers.Offered:
         """What a push of this version will move; `Refused` if the trainer has another."""
         return await self._channel.call(commands.Offer(version, bucket_bytes), answers.Offered)

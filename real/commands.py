@@ -189,10 +189,14 @@ class Count(Message, frozen=True):
     """Counters since start or reset. Answer: `Counted`."""
 
 
-class JoinGroup(Message, frozen=True):
-    """Become `rank` of a broadcast group that meets at `address`; an earlier group is left first. Answer: `Done`."""
+class HostGroup(Message, frozen=True):
+    """Open the place where a broadcast group will meet; an earlier group is left first. Answer: `Hosted`."""
 
-    address: str  # host:port of a TCP store that rank 0 hosts
+
+class JoinGroup(Message, frozen=True):
+    """Become `rank` of a broadcast group; an earlier one is left first. Answer: `Done`, when all have met."""
+
+    address: str  # host:port of the TCP store that rank 0 hosts
     rank: int
     world_size: int
     timeout_s: float
@@ -226,6 +230,7 @@ Command = (
     | Reset
     | Checksum
     | Count
+    | HostGroup
     | JoinGroup
     | LeaveGroup
 )

@@ -13,7 +13,7 @@ from rlsched.commands import Transport
 
 from . import answers
 from .commands import Sample
-from .rig import Rig
+from .rig import BUCKET, Rig
 
 NS = 1e9
 ROUNDS = 5
@@ -31,7 +31,8 @@ class Costs(Struct, frozen=True):
     """Of each trainer phase: seconds a batch of the run's size, and seconds a token."""
     begin: dict[Transport, float]
     bucket: dict[Transport, float]
-    latency: float
+    submit: float
+    """Seconds from a request's issue to the beginning of its first step, on an idle engine."""
     abort: float
     pause: float
     resume: float
@@ -82,7 +83,7 @@ async def probe(rig: Rig, engine: int = 0) -> Costs:
     try:
         steps = await _steps(rig, ear, engine, batch)
         a, b, c, p, misfit = fit_steps(steps)
-        latency = await _latency(rig, ear, engine, a + p * 4)
+        submit = await _submit(rig, ear, engine, a + p * 4)
         abort = await _abort(rig, ear, engine, batch, a + b * batch)
         pause, resume, flush = await _controls(rig, engine)
         phases = await _phases(rig, ear, batch)
@@ -97,7 +98,7 @@ async def probe(rig: Rig, engine: int = 0) -> Costs:
     finally:
         rig.deaf()
     return Costs(
-        *(a, b, c, p, phases, begin, bucket, latency, abort, pause, resume, flush, sleep),
+        *(a, b, c, p, phases, begin, bucket, submit, abort, pause, resume, flush, sleep),
         *(wake_weights, wake_kv, shift, misfit),
     )
 
@@ -144,14 +145,14 @@ async def _steps(rig: Rig, ear: Listener, engine: int, batch: int) -> list[answe
     return [s for s in await client.trace(False) if s.elapsed_ns > 0]
 
 
-async def _latency(rig: Rig, ear: Listener, engine: int, step: float) -> float:
+async def _submit(rig: Rig, ear: Listener, engine: int, step: float) -> float:
     """Seconds from a submit's issue to the beginning of its first step, on an idle engine."""
     client, found = rig.engines[engine], []
     for i in range(ROUNDS):
         waiting = asyncio.create_task(ear.wait(1))
         await asyncio.sleep(0)
         began = time.monotonic_ns()
-        await client.submit(f"latency-{i}", rig.setup.task.prompt(i), 1)
+        await client.submit(f"submit-{i}", rig.setup.task.prompt(i), 1)
         await waiting
         found.append((time.monotonic_ns() - began) / NS - step)
     return max(0.0, median(found))
@@ -207,7 +208,7 @@ async def _phases(rig: Rig, ear: Listener, batch: int) -> dict[str, tuple[float,
 async def _transfer(rig: Rig, engine: int, kind: Transport) -> tuple[float, float]:
     """Seconds of a transfer besides its buckets, and of a bucket; the first one forms the group and isn't counted."""
     client = rig.engines[engine]
-    transport = rig.transport(kind, rig.bucket(kind))
+    transport = rig.transport(kind, BUCKET)
     begins, buckets = [], []
     await client.pause()
     for i in range(ROUNDS):
@@ -227,7 +228,7 @@ async def _sleep(rig: Rig, engine: int) -> tuple[float, float, float]:
     for _ in range(3):
         sleep = await timed(client.pause()) + await timed(client.sleep(2))
         weights = await timed(client.wake(["weights"]))
-        await rig.transport("ipc", rig.bucket("ipc")).push(rig.trainer, [client], 1)
+        await rig.transport("ipc", BUCKET).push(rig.trainer, [client], 1)
         kv = await timed(client.wake(["kv"])) + await timed(client.resume())
         found.append((sleep, weights, kv))
     return tuple(median(column) for column in zip(*found, strict=True))  # type: ignore[return-value]

@@ -19,6 +19,9 @@ from .client import EngineClient, TrainerClient
 from .setup import Setup
 from .transport import BroadcastBuckets, Buckets, SharedBuckets
 
+BUCKET = 1 << 26
+"""Bytes of a bucket where no policy names them: in set-up and probes."""
+
 
 class Rig:
     """``engines`` by number and one ``trainer``; make it with ``start``, end it with ``close``."""
@@ -29,7 +32,8 @@ class Rig:
         self.trainer: TrainerClient
         self.cores = sorted(os.sched_getaffinity(0))
         self._folder = tempfile.TemporaryDirectory(prefix="rlsched-")
-        self._transports: dict[tuple[Transport, int], Buckets] = {}
+        self._shared: dict[int, SharedBuckets] = {}
+        self._broadcast = BroadcastBuckets()
         self.deaf()
 
     @classmethod
@@ -89,28 +93,29 @@ class Rig:
                 self.engines[d.engine].set_cpus(cores[d.id])
         self.trainer.set_cpus(sorted({c for d in manifest.devices if d.trainer for c in cores[d.id]}))
         engines = list(self.engines.values())
+        # A reset child leaves its group. It is formed again here: in a run it would count as the first transfer's.
+        await self._broadcast.close()
         for client in engines:
             await client.abort()
             await client.reset(manifest.seed)
             await client.pause()
         await self.trainer.reset(manifest.seed)
-        pushed = await self.transport("ipc", 1 << 26).push(self.trainer, engines, 0)
+        pushed = await self.transport("ipc", BUCKET).push(self.trainer, engines, 0)
         if pushed.failed:
             raise next(iter(pushed.failed.values()))
+        await self._broadcast.prepare(self.trainer, engines)
         for client in engines:
             await client.resume()
         return {e: pushed.updated[client.name].bytes for e, client in self.engines.items()}
 
     def transport(self, kind: Transport, bucket: int) -> Buckets:
-        """The transport of that kind and bucket size, kept for later pushes."""
-        key = (kind, bucket)
-        if key not in self._transports:
-            self._transports[key] = SharedBuckets(bucket) if kind == "ipc" else BroadcastBuckets(bucket)
-        return self._transports[key]
-
-    def bucket(self, kind: Transport) -> int:
-        """The bucket size of the push made last by that kind, or 64 MiB."""
-        return next((size for k, size in reversed(self._transports) if k == kind), 1 << 26)
+        """The transport of that kind, with buckets of that many bytes. There is one broadcast group a rig."""
+        if kind == "broadcast":
+            self._broadcast.bucket_bytes = bucket
+            return self._broadcast
+        if bucket not in self._shared:
+            self._shared[bucket] = SharedBuckets(bucket)
+        return self._shared[bucket]
 
     def engine_bytes(self, engine: int) -> dict[Tag, int]:
         """Bytes of an engine's weights and of its KV cache when awake."""
@@ -151,7 +156,7 @@ class Rig:
     async def close(self) -> None:
         """End and reap every process, and let go of the transports."""
         self.deaf()
-        for transport in self._transports.values():
+        for transport in (self._broadcast, *self._shared.values()):
             await transport.close()
         clients = [*self.engines.values(), *([self.trainer] if hasattr(self, "trainer") else [])]
         await asyncio.gather(*(c.close() for c in clients), return_exceptions=True)

@@ -132,6 +132,8 @@ class Trainer:
                 return answers.Offered(len(self._weights.buckets(bucket_bytes)), self._weights.checksum())
             case commands.SendBucket(bucket_bytes, index, version):
                 return self._send(bucket_bytes, index, version)
+            case commands.HostGroup():
+                return answers.Hosted(self._group.host())
             case commands.JoinGroup(address, rank, world_size, timeout_s):
                 self._group.join(address, rank, world_size, timeout_s)
                 return answers.Done()

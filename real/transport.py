@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Protocol, TypeVar
@@ -91,6 +90,7 @@ class Member(Protocol):
 class Source(Member, Protocol):
     """What a transport needs of a trainer."""
 
+    async def host(self) -> str: ...
     async def offer(self, version: int, bucket_bytes: int) -> Offered: ...
     async def pack(self, path: str, size: int, index: int, version: int) -> Packed: ...
     async def send(self, bucket_bytes: int, index: int, version: int) -> Moved: ...
@@ -128,11 +128,12 @@ class Buckets:
     ) -> Pushed:
         """Move version `version` to engines that are paused already; none is paused or resumed here.
 
-        Raises what the trainer's side raises (`Refused` if it has another version); engines' failures are in the
-        result.
+        Raises what the trainer's side raises: `Refused` if it has another version, `TimeoutError` if it falls silent
+        after its offer (which is waited for without limit, as long as a training call takes). Engines' failures are
+        in the result.
         """
         offered = await source.offer(version, self.bucket_bytes)
-        await self._prepare(source, sinks)
+        await self.prepare(source, sinks)
         standing = Standing(sinks, self.timeout_s)
         await standing.each(lambda sink: sink.begin_update(version))
         sizes: list[int] = []
@@ -151,8 +152,8 @@ class Buckets:
                 del updated[name]
         return Pushed(version, offered.checksum, sizes, times, updated, standing.failed)
 
-    async def _prepare(self, source: Source, sinks: Sequence[Sink]) -> None:
-        """Before the engines are touched."""
+    async def prepare(self, source: Source, sinks: Sequence[Sink]) -> None:
+        """Whatever can be done before a push to these engines. A push does it too, on its own time."""
 
     async def _pass(self, source: Source, standing: Standing, index: int, version: int) -> int:
         """Move one bucket; its bytes."""
@@ -174,7 +175,7 @@ class SharedBuckets(Buckets):
         self.path = f"/proc/{os.getpid()}/fd/{self._file}"
 
     async def _pass(self, source: Source, standing: Standing, index: int, version: int) -> int:
-        packed = await source.pack(self.path, self.bucket_bytes, index, version)
+        packed = await bounded(source.pack(self.path, self.bucket_bytes, index, version), self.timeout_s)
         await standing.each(lambda sink: sink.copy_bucket(self.path, self.bucket_bytes, packed.pieces))
         return packed.bytes
 
@@ -192,14 +193,13 @@ class BroadcastBuckets(Buckets):
     label = "gloo broadcast buckets"
     _members: tuple[Member, ...] = ()
 
-    async def _prepare(self, source: Source, sinks: Sequence[Sink]) -> None:
+    async def prepare(self, source: Source, sinks: Sequence[Sink]) -> None:
+        """Form the group, if these members don't form one already."""
         members = (source, *sinks)
         if self._members == members:
             return
         await self.close()
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{probe.getsockname()[1]}"
+        address = await source.host()
         joins = (m.join(address, rank, len(members), self.timeout_s) for rank, m in enumerate(members))
         outcomes = await asyncio.gather(*(bounded(join, 2 * self.timeout_s) for join in joins), return_exceptions=True)
         for outcome in outcomes:

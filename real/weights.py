@@ -106,17 +106,22 @@ class Group:
 
     def __init__(self) -> None:
         self._joined = False
+        self._store: Any = None
+
+    def host(self) -> str:
+        """Open the place where the next group meets, and become its rank 0; its address."""
+        self.leave()
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        return f"127.0.0.1:{self._store.port}"
 
     def join(self, address: str, rank: int, world_size: int, timeout_s: float) -> None:
         """Meet the others, or raise after `timeout_s`."""
-        self.leave()
-        dist.init_process_group(
-            "gloo",
-            init_method=f"tcp://{address}",
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=timeout_s),
-        )
+        timeout = timedelta(seconds=timeout_s)
+        if rank > 0:
+            self.leave()
+            host, port = address.rsplit(":", 1)
+            self._store = dist.TCPStore(host, int(port), is_master=False, timeout=timeout)
+        dist.init_process_group("gloo", store=self._store, rank=rank, world_size=world_size, timeout=timeout)
         self._joined = True
 
     def leave(self) -> None:
@@ -124,6 +129,7 @@ class Group:
         if self._joined:
             self._joined = False
             dist.destroy_process_group()
+        self._store = None
 
     def send(self, weights: WeightSet, pieces: Sequence[Piece]) -> int:
         """Pack a bucket and broadcast it; its bytes."""

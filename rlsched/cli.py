@@ -27,7 +27,7 @@ app = App(
     help_on_error=False,
     version_flags=["--version"],
 )
-out = Console(highlight=False)
+out = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 err = Console(stderr=True, highlight=False)
 
 Settings = Annotated[tuple[str, ...], Parameter(name="--set", negative=())]

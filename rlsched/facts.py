@@ -134,4 +134,6 @@ class End(Fact, frozen=True, tag="end"):
     why: str = ""
 
 
-AnyFact = Begin | Segment | Scored | Phase | Trained | Updating | Bucket | Installed | Resident | Done | Down | End
+AnyFact = (
+    Begin | Segment | Scored | Phase | Trained | Updating | Bucket | Installed | Resident | Done | Observed | Down | End
+)

@@ -118,6 +118,8 @@ class Control(Struct, frozen=True, forbid_unknown_fields=True):
 
     latency_s: float = 1e-3
     """Seconds from a command to its effect: the way through RPC. At least a nanosecond."""
+    submit_s: float = 0.0
+    """Seconds more for a request: until the engine's loop can see it."""
     abort_s: float = 0.0
     """Seconds from an abort's effect to its answer."""
     pause_s: float = 0.0

@@ -55,6 +55,8 @@ class Server:
         self._have: dict[int, int] = {}
         self._acks: dict[int, int] = {}
         self._latency = max(NANOSECOND, ps(world.scenario.control.latency_s))
+        self._submit = ps(world.scenario.control.submit_s)
+        self._clear = 0
 
     @property
     def busy(self) -> int:
@@ -62,8 +64,10 @@ class Server:
         return self._engine.busy
 
     def take(self, command: Command) -> None:
-        """Send ``command`` down the channel."""
-        self._world.clock.call(self._latency, self._name, lambda: self._act(command))
+        """Send ``command`` down the channel. None overtakes another."""
+        now = self._world.clock.now
+        self._clear = max(self._clear, now + self._latency + (self._submit if isinstance(command, Generate) else 0))
+        self._world.clock.call(self._clear - now, self._name, lambda: self._act(command))
 
     def _act(self, command: Command) -> None:
         now, control = self._world.clock.now, self._world.scenario.control

@@ -5,6 +5,8 @@ from functools import cache
 from typing import Any
 
 from msgspec.structs import replace
+from rlsched.sim.scenario import load
+from rlsched.sim.world import World
 
 from rlsched.checker import Checker, Report
 from rlsched.commands import (
@@ -46,8 +48,6 @@ from rlsched.manifest import Manifest, manifest
 from rlsched.notes import Accept, Admit, Cancel, Drop, Go, Publish, Reject, Wait
 from rlsched.policy import Policy, areal_async, verl_hybrid
 from rlsched.shape import Promises, Shape
-from rlsched.sim.scenario import load
-from rlsched.sim.world import World
 from rlsched.slots.admit import Cap, starts
 from rlsched.slots.expire import AgeBound
 from rlsched.slots.publish import EveryVersion

@@ -1,9 +1,8 @@
-"""Children for the tests of the real world: expensive to start, so shared by the tests of a module, and always reaped."""
+"""Children for the tests of the real world: expensive to start, so shared by a module's tests, and always reaped."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -96,7 +95,7 @@ class Rig:
 
 def gone(pid: int) -> bool:
     """Whether no process, zombie included, has this id."""
-    return not os.path.exists(f"/proc/{pid}")
+    return not Path(f"/proc/{pid}").exists()
 
 
 @pytest.fixture(scope="module")

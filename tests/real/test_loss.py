@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-
 from rlsched.real.loss import clipped_loss, group_advantages, masked_mean, reference_penalty, token_logprobs
 
 pytestmark = pytest.mark.real

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from rlsched.real.pacing import Pacer, StepCost, WorkCost
 
 pytestmark = pytest.mark.real

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from rlsched.real.task import Task, answer, grade
 
 pytestmark = pytest.mark.real
@@ -38,7 +37,7 @@ def test_every_epoch_is_another_permutation_of_the_training_prompts():
 def test_prompts_are_a_function_of_seed_and_index():
     assert [Task(seed=3).prompt(i) for i in range(50)] == [Task(seed=3).prompt(i) for i in range(50)]
     assert [Task(seed=3).prompt(i) for i in range(50)] != [Task(seed=4).prompt(i) for i in range(50)]
-    assert Task().prompt(0) == [1, 15, 8, 14]  # also in another process, and next year
+    assert Task().prompt(0) == [1, 8, 15, 11]  # also in another process, and next year
 
 
 @pytest.mark.parametrize(

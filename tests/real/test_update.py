@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-
 from rlsched.real.answers import Moved, Updated
 from rlsched.real.commands import Sample
 from rlsched.real.config import EngineConfig, TrainerConfig
@@ -110,9 +109,7 @@ def test_a_new_buffer_under_the_old_path_is_not_mistaken_for_the_old_one(rig, en
 
 
 @pytest.mark.parametrize("name", ["shared", "shared, small", "broadcast", "broadcast, small"])
-def test_update_is_bit_exact_and_no_kv_is_stale(
-    rig, engines, trainer, transports, trained_model, greedy, prompt, name
-):
+def test_update_is_bit_exact_and_no_kv_is_stale(rig, engines, trainer, transports, trained_model, greedy, prompt, name):
     async def update():
         # The same prompt before the update: its KV must not be met again after it.
         before = [await rig.generate(engine, f"before {engine.name}", prompt(0), 40) for engine in engines]
