@@ -231,4 +231,5 @@ async def _sleep(rig: Rig, engine: int) -> tuple[float, float, float]:
         await rig.transport("ipc", BUCKET).push(rig.trainer, [client], 1)
         kv = await timed(client.wake(["kv"])) + await timed(client.resume())
         found.append((sleep, weights, kv))
-    return tuple(median(column) for column in zip(*found, strict=True))  # type: ignore[return-value]
+    asleep, with_weights, with_kv = zip(*found, strict=True)
+    return median(asleep), median(with_weights), median(with_kv)

@@ -42,7 +42,7 @@ class Rig:
         rig = cls(setup)
         try:
             starting = [rig._engine(e) for e in range(engines)]
-            rig.trainer, *_ = await asyncio.gather(rig._train(), *starting)
+            await asyncio.gather(rig._train(), *starting)
         except BaseException:
             await rig.close()
             raise
@@ -57,8 +57,8 @@ class Rig:
             on_down=lambda error: self._on_down(id, error),
         )
 
-    async def _train(self) -> TrainerClient:
-        return await TrainerClient.start(
+    async def _train(self) -> None:
+        self.trainer = await TrainerClient.start(
             "trainer",
             self.setup.trainer,
             Path(self._folder.name),

@@ -20,19 +20,19 @@ from typing import Any
 import msgspec
 from hypothesis import strategies as st
 from msgspec import Struct
-from rlsched.sim.scenario import Control, EngineCosts, MemoryCosts, Scenario, TrainerCosts, TransportCosts
-from rlsched.sim.world import World
 
 from .checker import Checker, Report
-from .commands import Abort, Train
+from .commands import Abort, Part, Train
 from .controller import Controller
 from .facts import End, Segment
-from .history import Event, Line
+from .history import Event
 from .manifest import Manifest
 from .notes import Accept, Admit, Cancel, Drop, Reject
 from .policy import Policy
 from .replay import Replay, compare
 from .shape import Shape
+from .sim.scenario import GB, Control, EngineCosts, MemoryCosts, Scenario, TrainerCosts, TransportCosts
+from .sim.world import World
 from .slots.admit import Barrier, Cap
 from .slots.expire import AgeBound, Never
 from .slots.place import Colocated, Disaggregated
@@ -45,7 +45,7 @@ from .workload import Length, Workload
 
 
 @st.composite
-def shapes(draw: st.DrawFn, **fixed: int) -> Shape:
+def shapes(draw: st.DrawFn, /, **fixed: int) -> Shape:
     """A small shape. ``fixed`` fields aren't drawn."""
     drawn = {
         "b": draw(st.integers(1, 4)),
@@ -109,16 +109,16 @@ def scenarios(
             update_s=draw(st.sampled_from((0.0, 5 * ms, 40 * ms))),
             update_token_s=1e-5 if uneven else 0.0,
             optimizer_steps=draw(st.integers(1, 2)),
+            parameters_gb=0.002,
+            optimizer_gb=0.012,
         ),
         transport=TransportCosts(
-            version_gb=0.003,
-            ipc_gbps=3.0,
+            version_gb=2 * 2**20 / GB,
+            ipc_gbps=2**20 / ms / GB,
             broadcast_bucket_s=draw(st.sampled_from((ms, 10 * ms))),
-            broadcast_gbps=3.0 if uneven else 1e9,
+            broadcast_gbps=2**20 / ms / GB,
         ),
-        memory=MemoryCosts(device_gb=0.02, kv_gb=0.01, sleep_s=ms, wake_weights_s=ms, wake_kv_s=ms)
-        if (tight := draw(st.booleans()))
-        else MemoryCosts(sleep_s=ms, wake_weights_s=ms, wake_kv_s=ms),
+        memory=MemoryCosts(kv_gb=0.01, offload_gbps=1.0, sleep_s=ms, wake_weights_s=ms, wake_kv_s=ms),
         control=Control(
             latency_s=draw(st.sampled_from((ms, 0.0, 20 * ms))),
             abort_s=draw(st.sampled_from((0.0, ms))),
@@ -128,26 +128,174 @@ def scenarios(
     )
 
 
-@st.composite
-def policies(draw: st.DrawFn, **slots: st.SearchStrategy[Any]) -> Policy:
-    """A policy from rlsched's own slots. A slot that is given is drawn from there, and the others fit it.
+def publishers() -> st.SearchStrategy[EveryVersion]:
+    """Publish slots: every fate of running requests, one bucket or several."""
+    transports, fates = st.sampled_from(("broadcast", "ipc")), st.sampled_from(("resume", "restart", "drain"))
+    return st.builds(EveryVersion, transports, st.sampled_from((1024, 1)), fates, st.booleans())
 
-    Colocated engines sleep until the version is out, so a selection that takes part of a version
-    before the rest is finished would wait for ever: with ``select`` given, ``place`` is disaggregated.
+
+def selections() -> st.SearchStrategy[Any]:
+    """Select slots that take a batch as soon as there is one."""
+    return st.sampled_from((InOrder(), OldestFinished(), OldestFinished(shuffle=False), FirstFinished()))
+
+
+def colocations() -> st.SearchStrategy[Colocated]:
+    """Place slots on which engines and trainer take turns: both sleep levels, trainer parts that leave or stay."""
+    leaving: tuple[tuple[Part, ...], ...] = (("optimizer", "parameters"), ("optimizer",), ())
+    turns = st.tuples(st.sampled_from((2, 1)), st.sampled_from(leaving))
+    return turns.map(lambda t: Colocated(sleep=t[0], load=t[1][::-1], offload=t[1]))
+
+
+@st.composite
+def policies(draw: st.DrawFn, /, **slots: st.SearchStrategy[Any]) -> Policy:
+    """A policy of rlsched's own slots. A slot that is given is drawn from there, and the others fit it.
+
+    Colocated engines sleep until the version is out. A selection that takes a part of it before the
+    rest is finished would wait for ever, so that ``place`` is disaggregated when ``select`` is given.
     """
-    ages = st.builds(AgeBound, st.integers(0, 2), st.booleans())
     apart = st.builds(Disaggregated, trainers=st.integers(1, 2))
-    turns = st.sampled_from((None, ("optimizer", "parameters"), ("optimizer",), ()))
-    admit = slots.get("admit", st.builds(Cap, st.integers(0, 3), st.none() | st.integers(1, 12)) | st.just(Barrier()))
-    place = slots.get("place", apart if "select" in slots else apart | st.builds(_colocated, turns, st.sampled_from((2, 1))))
-    where = draw(place)
-    select = st.just(InOrder(whole=True)) if isinstance(where, Colocated) else _selects()
+    place = draw(slots.get("place", apart if "select" in slots else apart | colocations()))
+    select = st.just(InOrder(whole=True)) if isinstance(place, Colocated) else selections()
+    admit = st.builds(Cap, st.integers(0, 3), st.none() | st.integers(1, 12)) | st.just(Barrier())
+    expire = st.just(Never()) | st.builds(AgeBound, st.integers(0, 2), st.booleans())
     return Policy(
         "drawn",
-        admit=draw(admit),
+        admit=draw(slots.get("admit", admit)),
         select=draw(slots.get("select", select)),
-        expire=draw(slots.get("expire", st.just(Never()) | ages)),
+        expire=draw(slots.get("expire", expire)),
         publish=draw(slots.get("publish", publishers())),
-        place=where,
+        place=place,
         route=draw(slots.get("route", st.sampled_from((RoundRobin(), LeastLoaded())))),
     )
+
+
+def seeds() -> st.SearchStrategy[int]:
+    """Seeds of a run."""
+    return st.integers(0, 2**32 - 1)
+
+
+# ---- what comes of them
+
+
+class Run(Struct, frozen=True):
+    """A simulated run, and what was found about it."""
+
+    manifest: Manifest
+    lines: list[bytes]
+    """The history after the manifest, as it would be written."""
+    events: list[Event]
+    """The same, as it would be read."""
+    end: End
+    report: Report
+    replay: Replay
+
+
+def run(scenario: Scenario, policy: Policy, seed: int = 0) -> Run:
+    """Simulate ``policy``, check the history, and replay it on a fresh controller.
+
+    Raises PolicyError when a slot raises or answers what can't be done.
+    """
+    encode, decode = msgspec.json.Encoder().encode, msgspec.json.Decoder(Event).decode
+    lines: list[bytes] = []
+    world = World(scenario, policy, seed, lambda line: lines.append(encode(line)))
+    end = world.run()
+    events: list[Event] = [decode(line) for line in lines]
+    checker = Checker(world.manifest)
+    for number, event in enumerate(events, start=2):
+        checker.feed(number, event)
+    replayed = compare(Controller(policy, scenario.shape, seed), events)
+    return Run(world.manifest, lines, events, end, checker.close(False), replayed)
+
+
+def assert_clean(run: Run) -> None:
+    """The run ended well, no invariant was violated, and the replay is exact over the whole history."""
+    assert run.end.ok, run.end.why
+    assert run.report.ok, "\n".join(map(str, run.report.violations))
+    assert run.replay.divergence is None, run.replay.divergence
+    assert run.replay.facts + run.replay.answers == run.report.events == len(run.events) > 0
+
+
+class Trained(Struct, frozen=True):
+    """A group of a batch."""
+
+    admit: Admit
+    samples: dict[int, dict[int, int]]
+    """Its trained rollouts: the tokens of each, by the version that made them."""
+    consuming: int
+    """Versions trained when the training on it began."""
+
+    @property
+    def age(self) -> int:
+        """``consuming`` minus the version of the oldest token."""
+        return self.consuming - min(version for tokens in self.samples.values() for version in tokens)
+
+    @property
+    def admission_age(self) -> int:
+        """``consuming`` minus the version published at admission."""
+        return self.consuming - self.admit.version
+
+
+class Batch(Struct, frozen=True):
+    """What one ``Train`` command took, and what it took it from."""
+
+    version: int
+    """The version that it made, or helped to make."""
+    index: int
+    groups: list[Trained]
+    """In the order of the command."""
+    buffer: list[int]
+    """Groups that were accepted and not yet consumed, those of the batch included, in order of acceptance."""
+
+
+def batches(events: Iterable[Event]) -> Iterator[Batch]:
+    """What was trained on, recounted from a history's events."""
+    admits: dict[int, Admit] = {}
+    buffer: dict[int, None] = {}
+    tokens: dict[int, Counter[int]] = {}
+    restarting: set[int] = set()
+    for event in events:
+        match event:
+            case Admit():
+                admits[event.group] = event
+            case Accept():
+                buffer[event.group] = None
+            case Reject() | Drop() | Cancel():
+                buffer.pop(event.group, None)
+            case Abort(fate="restart"):
+                restarting |= {*event.rollouts}
+            case Segment():
+                tokens.setdefault(event.rollout, Counter())[event.version] += event.n
+                if event.end == "abort" and event.rollout in restarting:
+                    tokens[event.rollout].clear()
+                if event.end != "install":
+                    restarting.discard(event.rollout)
+            case Train():
+                taken = [_trained(admits[g], event, tokens) for g in event.groups]
+                yield Batch(event.version, event.index, taken, [*buffer])
+                for g in event.groups:
+                    buffer.pop(g, None)
+            case _:
+                pass
+
+
+def _trained(admit: Admit, train: Train, tokens: dict[int, Counter[int]]) -> Trained:
+    own = [r for r in train.rollouts if admit.first <= r < admit.first + admit.launch_n]
+    return Trained(admit, {r: dict(+tokens[r]) for r in own}, train.version - 1)
+
+
+__all__ = [
+    "Batch",
+    "Run",
+    "Trained",
+    "assert_clean",
+    "batches",
+    "colocations",
+    "policies",
+    "publishers",
+    "run",
+    "scenarios",
+    "seeds",
+    "selections",
+    "shapes",
+    "workloads",
+]

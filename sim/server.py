@@ -86,8 +86,8 @@ class Server:
             case Resume():
                 self._control(core.Resume(command.id), control.resume_s)
             case Flush():
-                held = self._engine.used_blocks
-                self._later(ps(control.flush_s), Done(0, command.id, not held, "requests hold KV blocks" if held else ""))
+                why = "requests hold KV blocks" if self._engine.used_blocks else ""
+                self._later(ps(control.flush_s), Done(0, command.id, not why, why))
             case Sleep():
                 self._engine.drop_kv()
                 memory = self._world.scenario.memory

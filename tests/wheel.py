@@ -26,7 +26,7 @@ def main() -> int:
         tool = Path(sys.executable).parent
         environment = {**os.environ, "PYTHONPATH": str(site), "MYPYPATH": str(site)}
         mypy = [tool / "mypy", "--strict", "--config-file", ROOT / "pyproject.toml", "-p", "rlsched"]
-        lint = [tool / "lint-imports", "--config", ROOT / ".importlinter", "--no-cache"]
+        lint = [tool / "lint-imports", ROOT / ".importlinter", "--no-cache", "--no-logo"]
         results = [subprocess.run(c, cwd=empty, env=environment, check=False).returncode for c in (mypy, lint)]
     return max(results)
 
