@@ -74,5 +74,8 @@ class Clock:
 
 
 def _then(event: simpy.Event, function: Callable[[], object]) -> None:
+    def fire(_: simpy.Event) -> None:
+        function()
+
     assert event.callbacks is not None
-    event.callbacks.append(lambda _: function())
+    event.callbacks.append(fire)
