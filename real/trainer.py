@@ -214,16 +214,19 @@ class Trainer:
     def _phase(self, name: str, cost: WorkCost, units: int, times: dict[str, int]) -> Iterator[None]:
         began = time.monotonic_ns()
         self._port.notify(answers.Phase(name, "begin", began))
-        self._pacer.start()
-        yield
-        self._hold(cost, units)
+        with self._held(cost.of(units)):
+            yield
         ended = time.monotonic_ns()
         times[name] = ended - began
         self._port.notify(answers.Phase(name, "end", ended))
 
-    def _hold(self, cost: WorkCost, units: int) -> None:
+    @contextmanager
+    def _held(self, cost: int) -> Iterator[None]:
+        self._pacer.rest()  # work that failed may have left a chain
+        self._pacer.start()
+        yield
         if self._config.pace is not None:
-            self._pacer.hold(cost.of(units))
+            self._pacer.hold(cost)
         self._pacer.rest()
 
     def _evaluate(self, samples: list[commands.Sample]) -> answers.Evaluated:
@@ -255,17 +258,16 @@ class Trainer:
         unknown = set(parts) - set(PARTS)
         if unknown:
             raise wire.Refused(f"no such part: {', '.join(sorted(unknown))}")
-        self._pacer.start()
         device = torch.device("cpu" if away else self._config.device)
         moved = 0
-        for part in parts:
-            for tensor in self._tensors(part):
-                # On a CPU both places are one: the shift is recorded, and nothing moves.
-                if tensor.device.type != device.type:
-                    moved += tensor.numel() * tensor.element_size()
-                    tensor.data = tensor.data.to(device)
-        self._away = self._away | set(parts) if away else self._away - set(parts)
-        self._hold(self._pace.shift, len(parts))
+        with self._held(self._pace.shift.of(len(parts))):
+            for part in parts:
+                for tensor in self._tensors(part):
+                    # On a CPU both places are one: the shift is recorded, and nothing moves.
+                    if tensor.device.type != device.type:
+                        moved += tensor.numel() * tensor.element_size()
+                        tensor.data = tensor.data.to(device)
+            self._away = self._away | set(parts) if away else self._away - set(parts)
         return answers.Shifted(parts, moved)
 
     def _tensors(self, part: str) -> list[Tensor]:
@@ -276,7 +278,8 @@ class Trainer:
 
     def _reset(self, seed: int) -> answers.Done:
         self._group.leave()
-        self._shift(sorted(self._away), away=False)
+        if self._away:
+            self._shift(sorted(self._away), away=False)
         fill(self._model, self._config.model)
         torch.manual_seed(seed)
         self._restart()

@@ -1,6 +1,6 @@
 """Bookkeeping: how facts and decisions change a ledger. What it appends to ``out`` goes to the history."""
 
-from .commands import Abort, AbortFate, Command, Generate, Train
+from .commands import Abort, AbortFate, Command, Generate, Stop, Train
 from .decisions import Start, Verdict
 from .facts import (
     AnyFact,
@@ -50,10 +50,21 @@ def issue(ledger: Ledger, command: Command, out: Out) -> int:
     return command.id
 
 
+def refresh(ledger: Ledger) -> None:
+    """See anew which engines take requests, after one of them changed."""
+    ledger.ready = [e.id for e in ledger.engines.values() if e.takes_requests]
+
+
 def next_id(ledger: Ledger) -> int:
     """A fresh command id."""
     ledger.commands += 1
     return ledger.commands
+
+
+def stop(ledger: Ledger, why: str, out: Out) -> None:
+    """Close the run; every later fact is only recorded."""
+    issue(ledger, Stop(next_id(ledger), why), out)
+    ledger.stopped = True
 
 
 def admit(ledger: Ledger, start: Start, out: Out) -> None:
@@ -299,6 +310,7 @@ def _down(ledger: Ledger, fact: Down) -> None:
         if ledger.groups[rollout.group].state == "closed":
             _forget(ledger, rollout)
     engine.live.clear()
+    refresh(ledger)
     for command in [c for c in ledger.open.values() if getattr(c, "engine", None) == fact.engine]:
         del ledger.open[command.id]
         for track in ledger.tracks.values():

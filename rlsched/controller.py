@@ -9,8 +9,8 @@ fact it runs to a fixpoint in one fixed order, because two orders are two schedu
 from collections.abc import Callable
 from typing import Any
 
-from .books import Out, admit, expire, fold, go, issue, next_id, wait
-from .commands import Command, Generate, Stop, Timer, Work
+from .books import Out, admit, expire, fold, go, issue, next_id, refresh, stop, wait
+from .commands import Command, Generate, Timer, Work
 from .decisions import Batch, Hold, Install, Move, Start, Verdict, Wait
 from .errors import PolicyError
 from .facts import AnyFact, Done
@@ -31,6 +31,7 @@ class Controller:
         devices = self._ask("place", policy.place.layout, shape)
         engines = {d.engine: Engine(d.engine) for d in devices if d.engine is not None}
         self.ledger = Ledger(shape, seed, devices, engines)
+        refresh(self.ledger)
         self.ledger.holders = {d.id: d.holder for d in devices}
         self.states: dict[str, Any] = {name: self._ask(name, slot.start, shape, seed) for name, slot in policy.slots()}
         self._stateful = [n for n, s in policy.slots() if type(s).observe is not Slot.observe]
@@ -40,22 +41,18 @@ class Controller:
         """Take one fact in; what follows from it, in order."""
         self._out = []
         out = self._out
-        if self._stopped:
+        if self.ledger.stopped:
             return out
         fold(self.ledger, fact, out)
         for name in self._stateful:
             observe = getattr(self.policy, name).observe
             self.states[name] = self._ask(name, observe, self.states[name], fact, self.ledger)
         if isinstance(fact, Done) and not fact.ok:
-            issue(self.ledger, Stop(next_id(self.ledger), fact.why or f"command {fact.cmd} failed"), out)
+            stop(self.ledger, fact.why or f"command {fact.cmd} failed", out)
         elif self.ledger.begun:
             while self._settle():
                 pass
         return out
-
-    @property
-    def _stopped(self) -> bool:
-        return any(isinstance(c, Stop) for c in self.ledger.open.values())
 
     def _settle(self) -> bool:
         """One pass in the fixed order; whether anything changed."""
@@ -150,7 +147,7 @@ class Controller:
     def _resume(self) -> bool:
         """Interrupted rollouts go to the head of the line as soon as an engine takes requests."""
         ledger = self.ledger
-        if not ledger.interrupted or ledger.closing or not any(e.ready for e in ledger.engines.values()):
+        if not ledger.interrupted or ledger.closing or not ledger.ready:
             return False
         for r in sorted(ledger.interrupted, reverse=True):
             ledger.rollouts[r].state = "waiting"
@@ -201,7 +198,7 @@ class Controller:
 
     def _route(self) -> bool:
         ledger = self.ledger
-        if ledger.closing or not ledger.waiting or not any(e.ready for e in ledger.engines.values()):
+        if ledger.closing or not ledger.waiting or not ledger.ready:
             return False
         held: list[int] = []
         batches: dict[tuple[int, int], list[Work]] = {}
@@ -212,7 +209,7 @@ class Controller:
                 held.append(r)
                 continue
             target = ledger.engines.get(engine)
-            if target is None or not target.ready:
+            if target is None or not target.takes_requests:
                 raise self._error("route", f"engine {engine} does not take requests")
             group = ledger.groups[rollout.group]
             rollout.state, rollout.engine = "live", engine

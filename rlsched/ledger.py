@@ -93,7 +93,7 @@ class Engine(Struct):
     """Rollouts physically inside, those of rejected groups included."""
 
     @property
-    def ready(self) -> bool:
+    def takes_requests(self) -> bool:
         """A request sent now would be computed."""
         return self.serving and self.open and not self.paused and len(self.awake) == 2
 
@@ -128,9 +128,14 @@ class Ledger(Struct):
     seed: int
     devices: list[Device]
     engines: dict[int, Engine]
+    ready: list[int] = []
+    """Engines that take requests."""
     now: int = 0
     begun: bool = False
     closing: bool = False
+    """The last version is out: nothing new begins."""
+    stopped: bool = False
+    """``Stop`` was issued."""
 
     u: int = 0
     """Optimizer steps made."""

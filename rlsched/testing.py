@@ -121,6 +121,7 @@ def scenarios(
         memory=MemoryCosts(kv_gb=0.01, offload_gbps=1.0, sleep_s=ms, wake_weights_s=ms, wake_kv_s=ms),
         control=Control(
             latency_s=draw(st.sampled_from((ms, 0.0, 20 * ms))),
+            submit_s=draw(st.sampled_from((0.0, ms))),
             abort_s=draw(st.sampled_from((0.0, ms))),
             pause_s=draw(st.sampled_from((0.0, 2 * ms))),
             flush_s=draw(st.sampled_from((0.0, ms))),
@@ -215,6 +216,25 @@ def assert_clean(run: Run) -> None:
     assert run.replay.facts + run.replay.answers == run.report.events == len(run.events) > 0
 
 
+class Tally:
+    """Counts what the examples of a property did, lest it holds because nothing was put to the test."""
+
+    def __init__(self) -> None:
+        self.examples = 0
+        self.counts: Counter[str] = Counter()
+
+    def add(self, **did: bool) -> None:
+        """Count an example that did these things, or did not."""
+        self.examples += 1
+        self.counts.update(what for what, true in did.items() if true)
+
+    def demand(self, **least: float) -> None:
+        """Each of these things was done by at least that share of the examples."""
+        shares = {what: self.counts[what] / max(1, self.examples) for what in least}
+        short = {what: share for what, share in shares.items() if share < least[what]}
+        assert not short, f"of {self.examples} examples too few put it to the test: {short}"
+
+
 class Trained(Struct, frozen=True):
     """A group of a batch."""
 
@@ -286,6 +306,7 @@ def _trained(admit: Admit, train: Train, tokens: dict[int, Counter[int]]) -> Tra
 __all__ = [
     "Batch",
     "Run",
+    "Tally",
     "Trained",
     "assert_clean",
     "batches",

@@ -2,7 +2,7 @@
 
 from copy import copy
 
-from .books import Out, abort_live, consume, issue, next_id
+from .books import Out, abort_live, consume, issue, next_id, refresh, stop
 from .commands import (
     Flush,
     Load,
@@ -10,7 +10,6 @@ from .commands import (
     Pause,
     Resume,
     Sleep,
-    Stop,
     Timer,
     Train,
     Transfer,
@@ -160,9 +159,11 @@ def enter(stage: AnyStage, ledger: Ledger, out: Out) -> set[int]:
             ledger.at_publish = copy(ledger.counters)
             out.append(Publish(ledger.v, ledger.update.engines))
         case Farewell():
-            issue(ledger, Stop(next_id(ledger)), out)
+            stop(ledger, "", out)
         case _:
             pass
+    if engines:
+        refresh(ledger)
     return ids
 
 

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import msgspec
 import pytest
@@ -1051,10 +1052,10 @@ def test_any_policy_keeps_its_promises(seed: int) -> None:
     changes = ["shape.steps=4", "shape.budget=300", f"shape.b={pick([1, 2, 5])}", f"shape.k={pick([1, 2])}"]
     changes += [f"shape.samples={pick([1, 3])}", f"shape.engines={pick([1, 3])}", f"workload.reward_s={pick([0, 2.5])}"]
     changes += [f"workload.reject={pick([0, 0.2])}", f"control.abort_s={pick([0, 0.4])}"]
-    events: list[object] = []
+    events: list[Any] = []
     world = World(load(None, changes), policy, seed, events.append)
     world.run()
-    found = report((world.manifest, events))  # type: ignore[arg-type]
+    found = report((world.manifest, events))
     assert found.ok, found.violations[0]
 
 

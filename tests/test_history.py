@@ -113,7 +113,7 @@ def refused(path: Path, salvage: bool = False) -> str:
 def test_the_samples_are_of_every_kind() -> None:
     assert {type(event) for event in BARE} == {*get_args(Event)}
     optional = {type(e) for e in BARE if type(e).__struct_defaults__}
-    assert {type(event) for event in FULL} == optional
+    assert optional <= {type(event) for event in FULL}
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.zst"])

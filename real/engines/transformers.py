@@ -15,7 +15,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -25,12 +26,13 @@ import transformers
 from .. import answers, commands, wire
 from ..child import adopt
 from ..config import EngineConfig
-from ..memory import Droppable, resident, trim
+from ..memory import resident
 from ..model import build, fill
 from ..pacing import EnginePace, Pacer
 from ..weights import Group, Staging, WeightSet
 from . import Capabilities
 from .batching import Batcher, Output, Work, seed_sampling
+from .residence import Residence
 
 #: Exit code of a child whose batching loop died.
 LOOP_DIED = 3
@@ -54,24 +56,18 @@ class TransformersEngine:
         self._model = build(config.model).to(config.device)
         self._batcher = Batcher(self._model, config, self._control, self._begin_step)
         self._weights = WeightSet(self._model)
-        self._storages = {
-            "weights": Droppable(self._weights.parameters.values()),
-            "kv": Droppable([self._batcher.cache.cache_tensor]),
-        }
+        # Level 1 keeps the weights in host memory, which is where a CPU engine has them.
+        levels = (1, 2) if config.device == "cpu" else (2,)
+        self._residence = Residence(self._weights, self._batcher.cache, levels)
         self._staging = Staging()
         self._group = Group()
         self._inbox: queue.SimpleQueue[wire.Call | None] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._requests: dict[str, Request] = {}
         self._paused = False
-        self._asleep: set[str] = set()
         self._forget()
 
     def _forget(self) -> None:
-        self._version = 0
-        self._usable = True  # weights are whole
-        self._updating: int | None = None
-        self._received = 0
         self._steps: list[answers.Step] | None = None
         self._work: Work | None = None
         self._stepped = 0  # when the last step ended
@@ -132,7 +128,7 @@ class TransformersEngine:
 
     def _tell(self, output: Output, reason: str) -> None:
         request = self._requests.pop(output.rollout)
-        version = self._version if request.version is None else request.version
+        version = self._residence.version if request.version is None else request.version
         now = time.monotonic_ns()
         self._port.notify(answers.Ended(output.rollout, output.tokens, output.logprobs, reason, version, now))
 
@@ -146,7 +142,7 @@ class TransformersEngine:
         for rollout in work.rollouts:
             request = self._requests[rollout]
             if request.version is None:
-                request.version = self._version
+                request.version = self._residence.version
 
     def _end_step(self) -> None:
         work, self._work = self._work, None
@@ -198,7 +194,7 @@ class TransformersEngine:
                 steps, self._steps = self._steps, [] if on else None
                 return answers.Steps(steps or [])
             case commands.Checksum():
-                return answers.Digest(self._checksum(), self._version)
+                return answers.Digest(self._residence.checksum(), self._residence.version)
             case commands.Count():
                 return self._count()
             case commands.Reset(seed):
@@ -227,10 +223,7 @@ class TransformersEngine:
         return answers.Aborted(chosen)
 
     def _resume(self) -> answers.Progress:
-        if self._asleep:
-            raise wire.Refused(f"asleep: {', '.join(sorted(self._asleep))}")
-        if not self._usable:
-            raise wire.Refused("the weights are not whole: they need a complete update")
+        self._residence.require_usable()
         self._paused = False
         return self._progress()
 
@@ -239,78 +232,52 @@ class TransformersEngine:
             if not recompute:
                 return answers.Flushed(False)
             self._batcher.retract()
-        if "kv" not in self._asleep:
-            self._batcher.cache.reset()
+        self._residence.drop_kv()
         return answers.Flushed(True)
 
     def _sleep(self, level: int) -> answers.Slept:
         self._require_pause()
-        if level not in self._sleep_levels:
-            raise wire.Refused(f"no sleep level {level}")
-        if self._asleep:
-            raise wire.Refused("asleep already")
         if self._batcher.standing():
             raise wire.Refused("live requests stand on the KV: abort or retract them first")
-        self._work_pacer.start()
-        before = resident()
-        for tag in ("kv",) if level == 1 else ("kv", "weights"):
-            self._storages[tag].drop()
-            self._asleep.add(tag)
-        self._usable = self._usable and level == 1
-        trim()
-        after = resident()
-        self._hold(self._pace.sleep.of(level))
+        with self._held(self._pace.sleep.of(level)):
+            before, after = self._residence.sleep(level)
         return answers.Slept(level, before, after, before - after)
 
     def _wake(self, tags: list[str]) -> answers.Woken:
-        unknown = set(tags) - set(self._storages)
-        if unknown:
-            raise wire.Refused(f"no such tag: {', '.join(sorted(unknown))}")
-        self._work_pacer.start()
-        for tag in sorted(self._asleep & set(tags)):
-            self._storages[tag].take()
-            self._asleep.discard(tag)
-            if tag == "kv":
-                self._batcher.cache.reset()
-        self._hold(self._pace.wake.of(len(tags)))
-        return answers.Woken(sorted(set(self._storages) - self._asleep), self._usable)
+        with self._held(self._pace.wake.of(len(tags))):
+            self._residence.wake(tags)
+        return answers.Woken(self._residence.awake, self._residence.usable)
 
     def _begin_update(self, version: int) -> answers.Done:
         self._require_pause()
-        if "weights" in self._asleep:
-            raise wire.Refused("the weights are asleep")
-        self._updating, self._received, self._usable = version, 0, False
+        self._residence.begin_update(version)
         self._work_pacer.rest()
         self._work_pacer.start()
         return answers.Done()
 
     def _take(self, copy: Callable[[], int]) -> answers.Moved:
-        self._require_update()
+        self._residence.require_update()
         began = time.monotonic_ns()
         copied = copy()
-        self._received += copied
+        self._residence.received(copied)
         if self._config.pace is not None:
             self._work_pacer.hold(self._pace.bucket.of(copied))
         return answers.Moved(copied, time.monotonic_ns() - began)
 
     def _end_update(self, version: int) -> answers.Updated:
-        self._require_update()
         self._work_pacer.rest()
-        if version != self._updating:
-            raise wire.Refused(f"the update under way is to version {self._updating}, not {version}")
-        if self._received != self._weights.nbytes:
-            raise wire.Refused(f"{self._received} of {self._weights.nbytes} bytes arrived")
-        self._updating, self._version, self._usable = None, version, True
-        return answers.Updated(version, self._received, self._checksum(), self._batcher.progress())
+        size = self._residence.end_update(version)
+        return answers.Updated(version, size, self._residence.checksum(), self._batcher.progress())
 
     def _reset(self, seed: int) -> answers.Done:
         if self._requests:
             raise wire.Refused(f"{len(self._requests)} requests are live")
-        if self._asleep:
-            self._wake(sorted(self._asleep))
+        if self._residence.asleep:
+            self._wake(sorted(self._residence.asleep))
         self._group.leave()
         fill(self._model, self._config.model)
-        self._batcher.cache.reset()
+        self._residence.forget()
+        self._residence.drop_kv()
         seed_sampling(seed)
         self._paused = False
         self._forget()
@@ -322,29 +289,21 @@ class TransformersEngine:
     def _max_request_tokens(self) -> int:
         return min(self._batcher.kv_tokens, self._config.model.max_positions)
 
-    @property
-    def _sleep_levels(self) -> tuple[int, ...]:
-        # Level 1 keeps the weights in host memory, which is where a CPU engine has them.
-        return (1, 2) if self._config.device == "cpu" else (2,)
-
     def _require_pause(self) -> None:
         if not self._paused:
             raise wire.Refused("only inside a pause")
 
-    def _require_update(self) -> None:
-        if self._updating is None:
-            raise wire.Refused("no update is under way")
-
-    def _hold(self, cost: int) -> None:
+    @contextmanager
+    def _held(self, cost: int) -> Iterator[None]:
+        self._work_pacer.rest()  # an update that broke off may have left a chain
+        self._work_pacer.start()
+        yield
         if self._config.pace is not None:
             self._work_pacer.hold(cost)
         self._work_pacer.rest()
 
     def _progress(self) -> answers.Progress:
-        return answers.Progress(self._batcher.progress(), self._version)
-
-    def _checksum(self) -> str:
-        return "" if "weights" in self._asleep else self._weights.checksum()
+        return answers.Progress(self._batcher.progress(), self._residence.version)
 
     def _count(self) -> answers.Counted:
         pacers = (self._step_pacer, self._work_pacer)
@@ -369,7 +328,7 @@ class TransformersEngine:
             max_batch_tokens=self._config.max_batch_tokens,
             pause_modes=("keep",),
             flush_live=True,
-            sleep_levels=self._sleep_levels,
+            sleep_levels=self._residence.levels,
             sleep_frees=("weights", "kv"),
             wake_tags=("weights", "kv"),
             transports=("shared", "broadcast"),

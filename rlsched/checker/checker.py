@@ -56,7 +56,7 @@ class Checker:
         elif isinstance(event, Command):
             order = causes.issue(state, line, event)
             _alive(state, order.seen, event)
-            _ISSUED[kind](state, order)
+            _ISSUED[kind](state, order, event)
         else:
             _alive(state, Seen(line, event), event)
             _NOTED[kind](state, line, event)
@@ -86,9 +86,9 @@ def _done(state: State, line: int, event: Done) -> None:
         why = "was answered already" if 0 < event.cmd <= state.commands else "was never issued"
         state.broken("CAUSE", f"Done for command {event.cmd}, which {why}", seen)
     elif event.ok:
-        _ANSWERED[type(order.event)](state, order, seen)
+        _ANSWERED[type(order.event)](state, order, order.event, seen)
     else:
-        course.failed(state, order, seen)
+        course.failed(state, seen)
 
 
 def _nothing(state: State, *_: object) -> None:
@@ -120,7 +120,7 @@ _NOTED: dict[type, Callable[[State, int, Any], None]] = {
     notes.Wait: course.wait,
     notes.Go: course.go,
 }
-_ISSUED: dict[type, Callable[[State, Order], None]] = {
+_ISSUED: dict[type, Callable[[State, Order, Any], None]] = {
     commands.Generate: generation.generate,
     commands.Abort: generation.abort,
     commands.Pause: engines.pause,
@@ -135,7 +135,7 @@ _ISSUED: dict[type, Callable[[State, Order], None]] = {
     commands.Timer: _nothing,
     commands.Stop: course.stop,
 }
-_ANSWERED: dict[type, Callable[[State, Order, Seen], None]] = {
+_ANSWERED: dict[type, Callable[[State, Order, Any, Seen], None]] = {
     commands.Generate: generation.generated,
     commands.Abort: generation.aborted,
     commands.Pause: engines.paused,

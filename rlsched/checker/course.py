@@ -34,20 +34,18 @@ def go(state: State, line: int, event: Go) -> None:
         state.broken("LIVE", f"{event.who} goes on, but it did not wait", Seen(line, event))
 
 
-def stop(state: State, order: Order) -> None:
+def stop(state: State, order: Order, event: Stop) -> None:
     """The history is to be closed."""
     state.stopped = order.seen
 
 
-def timed(state: State, order: Order, done: Seen) -> None:
+def timed(state: State, order: Order, event: Timer, done: Seen) -> None:
     """A Timer was answered."""
-    event = order.event
-    assert isinstance(event, Timer)
     if state.now < event.at:
         state.broken("CAUSE", f"the timer for {event.at} rang at {state.now}", order.seen, done)
 
 
-def failed(state: State, order: Order, done: Seen) -> None:
+def failed(state: State, done: Seen) -> None:
     """A command failed, and that ends a run."""
     if state.failed is None:
         state.failed = done
@@ -65,7 +63,7 @@ def end(state: State, line: int, event: End) -> None:
         state.broken("CAUSE", f"End by {event.by}, which is no unanswered command", seen)
     if not event.ok:
         text = f"the run failed: {event.why or 'nothing says why'}"
-        state.broken("LIVE", text, state.failed, state.stopped, *state.waits.values(), seen)
+        state.broken("LIVE", text, state.failed, state.stopped, state.fallen, *state.waits.values(), seen)
         return
     stopped = state.stopped
     if stopped is not None and isinstance(stopped.event, Stop) and stopped.event.why:

@@ -8,10 +8,8 @@ from .report import Seen
 from .state import Order, State
 
 
-def pause(state: State, order: Order) -> None:
+def pause(state: State, order: Order, event: Pause) -> None:
     """An engine is to stand still."""
-    event = order.event
-    assert isinstance(event, Pause)
     engine = about(state, order, event.engine)
     if engine is not None:
         if engine.pause is not None:
@@ -19,19 +17,15 @@ def pause(state: State, order: Order) -> None:
         engine.pause = order.seen
 
 
-def paused(state: State, order: Order, done: Seen) -> None:
+def paused(state: State, order: Order, event: Pause, done: Seen) -> None:
     """A Pause was answered: the engine stands still."""
-    event = order.event
-    assert isinstance(event, Pause)
     engine = state.engines.get(event.engine)
     if engine is not None:
         engine.still = engine.pause is order.seen
 
 
-def resume(state: State, order: Order) -> None:
+def resume(state: State, order: Order, event: Resume) -> None:
     """An engine may step again."""
-    event = order.event
-    assert isinstance(event, Resume)
     engine = about(state, order, event.engine)
     if engine is not None:
         if engine.pause is None:
@@ -39,17 +33,13 @@ def resume(state: State, order: Order) -> None:
         engine.pause, engine.still = None, False
 
 
-def flush(state: State, order: Order) -> None:
+def flush(state: State, order: Order, event: Flush) -> None:
     """An engine is to forget its cached KV."""
-    event = order.event
-    assert isinstance(event, Flush)
     about(state, order, event.engine)
 
 
-def flushed(state: State, order: Order, done: Seen) -> None:
+def flushed(state: State, order: Order, event: Flush, done: Seen) -> None:
     """A Flush was answered: unless it was refused, the cache is empty."""
-    event = order.event
-    assert isinstance(event, Flush)
     engine = state.engines.get(event.engine)
     if engine is not None:
         engine.stale = None
@@ -57,17 +47,22 @@ def flushed(state: State, order: Order, done: Seen) -> None:
 
 def down(state: State, line: int, event: Down) -> None:
     """An engine, or the trainer, is gone; that answers all the commands that are about it."""
+    seen = Seen(line, event)
     if event.engine is None:
         closed = [o for o in state.open.values() if isinstance(o.event, Train | Transfer | Load | Offload)]
     else:
         engine = state.engines.get(event.engine)
         if engine is None or not engine.up:
             what = "isn't there" if engine is None else "is down already"
-            state.broken("CAUSE", f"engine {event.engine} is down, but it {what}", Seen(line, event))
+            state.broken("CAUSE", f"engine {event.engine} is down, but it {what}", seen)
             return
         lost(state, engine)
         engine.up, engine.version, engine.updating = False, -1, None
         engine.pause, engine.still, engine.stale = None, False, None
+        for device in engine.devices:
+            for part in ("weights", "kv"):
+                state.memory.get(device, {}).pop(part, None)
         closed = [o for o in state.open.values() if getattr(o.event, "engine", None) == event.engine]
+    state.fallen = seen
     for order in closed:
         del state.open[order.event.id]

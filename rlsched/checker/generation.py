@@ -7,10 +7,8 @@ from .report import Seen
 from .state import Engine, Order, Rollout, State
 
 
-def generate(state: State, order: Order) -> None:
+def generate(state: State, order: Order, event: Generate) -> None:
     """Rollouts go to an engine."""
-    event = order.event
-    assert isinstance(event, Generate)
     engine = about(state, order, event.engine)
     for work in event.work:
         rollout = state.rollouts.get(work.rollout)
@@ -34,11 +32,10 @@ def segment(state: State, line: int, event: Segment) -> None:
         state.broken("CONS", f"a segment of rollout {event.rollout}, which {why}", Seen(line, event))
         return
     request = rollout.order
-    home = request.event.engine  # type: ignore[union-attr]
-    if order is not None and (order is not request or event.engine != home):
-        text = f"rollout {event.rollout} is live on engine {home} by command {request.event.id}"
+    if order is not None and (order is not request or event.engine != rollout.engine):
+        text = f"rollout {event.rollout} is live on engine {rollout.engine} by command {request.event.id}"
         state.broken("CAUSE", f"{text}, not on {event.engine} by {event.by}", request.seen, Seen(line, event))
-    engine = state.engines[home]
+    engine = state.engines[rollout.engine]
     if event.n > 0:
         _tokens(state, line, event, engine, rollout, request)
     elif event.n < 0:
@@ -54,24 +51,21 @@ def segment(state: State, line: int, event: Segment) -> None:
         del state.rollouts[rollout.id]
 
 
-def generated(state: State, order: Order, done: Seen) -> None:
+def generated(state: State, order: Order, event: Generate, done: Seen) -> None:
     """A Generate was answered."""
     if order.left:
-        text = f"command {order.event.id} was done while {_some(order)} had not come back"
+        text = f"command {event.id} was done while {_some(order)} had not come back"
         state.broken("CONS", text, order.seen, done)
 
 
-def abort(state: State, order: Order) -> None:
+def abort(state: State, order: Order, event: Abort) -> None:
     """Rollouts are called back."""
-    event = order.event
-    assert isinstance(event, Abort)
     about(state, order, event.engine)
     if event.fate == "restart" and state.manifest.promises.partial == "resume":
         state.broken("PARTIAL", f"command {event.id} throws tokens away, which the policy promised to keep", order.seen)
     for r in event.rollouts:
         rollout = state.rollouts.get(r)
-        home = None if rollout is None or rollout.order is None else rollout.order.event.engine  # type: ignore[union-attr]
-        if rollout is None or home != event.engine:
+        if rollout is None or rollout.order is None or rollout.engine != event.engine:
             state.broken("ABORT", f"command {event.id} aborts rollout {r}, which is not on {event.engine}", order.seen)
             continue
         needed = rollout.group.state == "running"
@@ -83,13 +77,13 @@ def abort(state: State, order: Order) -> None:
         order.left.add(r)
 
 
-def aborted(state: State, order: Order, done: Seen) -> None:
+def aborted(state: State, order: Order, event: Abort, done: Seen) -> None:
     """An Abort was answered."""
     if order.left:
-        text = f"command {order.event.id} was done while {_some(order)} had not come back"
+        text = f"command {event.id} was done while {_some(order)} had not come back"
         state.broken("ABORT", text, order.seen, done)
     for r in order.left:
-        rollout = state.rollouts.get(r)  # type: ignore[arg-type]
+        rollout = state.rollouts.get(r)
         if rollout is not None:
             rollout.aborts = [other for other in rollout.aborts if other is not order]
 
@@ -147,11 +141,11 @@ def _dispatch(state: State, order: Order, engine: Engine, rollout: Rollout, work
         state.broken("BUDGET", text, order.seen)
     if group.kind == "train":
         if state.manifest.promises.quiet and state.unpublished:
-            trainings = next(iter(state.unpublished.values()))
-            text = f"rollout {rollout.id} was dispatched while version {trainings[0].event.version} was made"  # type: ignore[union-attr]
-            state.broken("SYNC", text, trainings[0].seen, order.seen)
+            version, making = next(iter(state.unpublished.items()))
+            text = f"rollout {rollout.id} was dispatched while version {version} was made"
+            state.broken("SYNC", text, making.trainings[0], order.seen)
         state.live.add(rollout.id)
-    rollout.state, rollout.order = "live", order
+    rollout.state, rollout.order, rollout.engine = "live", order, engine.id
     engine.live.add(rollout.id)
     order.left.add(rollout.id)
 
@@ -161,7 +155,7 @@ def _tokens(state: State, line: int, event: Segment, engine: Engine, rollout: Ro
     seen = Seen(line, event)
     promises, version = state.manifest.promises, event.version
     if engine.updating is not None:
-        text = f"{event.n} tokens on engine {engine.id} while it took in version {engine.updating.version}"
+        text = f"{event.n} tokens on engine {engine.id} while it took in version {engine.updating.command.version}"
         state.broken("ATOMIC", text, engine.updating.begun, seen)
     elif engine.discarded is not None:
         text = f"{event.n} tokens on engine {engine.id}, whose weights were thrown away"
@@ -193,7 +187,7 @@ def _tokens(state: State, line: int, event: Segment, engine: Engine, rollout: Ro
 
 def _ending(state: State, line: int, event: Segment, rollout: Rollout) -> None:
     """What becomes of a rollout that left its engine."""
-    fates = {order.event.fate for order in rollout.aborts}  # type: ignore[union-attr]
+    fates = {order.event.fate for order in rollout.aborts if isinstance(order.event, Abort)}
     for order in rollout.aborts:
         order.left.discard(rollout.id)
     rollout.aborts = []
@@ -215,5 +209,5 @@ def _ending(state: State, line: int, event: Segment, rollout: Rollout) -> None:
 
 
 def _some(order: Order) -> str:
-    left = sorted(r for r in order.left if isinstance(r, int))
-    return f"rollout {left[0]}" + (f" and {len(left) - 1} more" if len(left) > 1 else "")
+    more = len(order.left) - 1
+    return f"rollout {min(order.left)}" + (f" and {more} more" if more else "")

@@ -89,15 +89,15 @@ def _cap(state: State, group: Group) -> None:
         state.broken("CAP", text, *running)
     if promises.eta is None:
         return
-    trainings = [order for orders in state.unpublished.values() for order in orders]
-    unpublished = sum(len(order.event.groups) for order in trainings)  # type: ignore[union-attr, misc]
+    unpublished = sum(making.groups for making in state.unpublished.values())
     limit = outstanding_limit(promises.eta, shape.B)
     if unpublished + len(state.line) > limit:
         text = (
             f"admitting group {group.id} makes {unpublished} unpublished + {len(state.line) - state.running} buffered"
             f" + {state.running} running, over (eta+1)B = {limit}"
         )
-        state.broken("CAP", text, *(o.seen for o in trainings), *(g.admit for g in state.line.values()))
+        trainings = [seen for making in state.unpublished.values() for seen in making.trainings]
+        state.broken("CAP", text, *trainings, *(g.admit for g in state.line.values()))
 
 
 def _of(state: State, line: int, event: Accept | Reject | Drop | Cancel, due: str) -> Group | None:

@@ -12,10 +12,8 @@ OWNER = {"weights": "engine", "kv": "engine", "parameters": "trainer", "optimize
 """Who can hold each part."""
 
 
-def sleep(state: State, order: Order) -> None:
+def sleep(state: State, order: Order, event: Sleep) -> None:
     """An engine is put to sleep."""
-    event = order.event
-    assert isinstance(event, Sleep)
     engine = about(state, order, event.engine)
     if event.level not in (1, 2):
         state.broken("MEM", f"command {event.id} asks for sleep level {event.level}", order.seen)
@@ -26,10 +24,8 @@ def sleep(state: State, order: Order) -> None:
         state.broken("MEM", text, request, order.seen)
 
 
-def slept(state: State, order: Order, done: Seen) -> None:
+def slept(state: State, order: Order, event: Sleep, done: Seen) -> None:
     """A Sleep was answered: the engine computes nothing until it is woken."""
-    event = order.event
-    assert isinstance(event, Sleep)
     engine = state.engines.get(event.engine)
     if engine is None:
         return
@@ -40,17 +36,13 @@ def slept(state: State, order: Order, done: Seen) -> None:
     _told(state, order, done, engine.devices, ("weights", "kv"), full=False)
 
 
-def wake(state: State, order: Order) -> None:
+def wake(state: State, order: Order, event: Wake) -> None:
     """Memory of an engine is wanted again."""
-    event = order.event
-    assert isinstance(event, Wake)
     about(state, order, event.engine)
 
 
-def woke(state: State, order: Order, done: Seen) -> None:
+def woke(state: State, order: Order, event: Wake, done: Seen) -> None:
     """A Wake was answered: its tags are allocated."""
-    event = order.event
-    assert isinstance(event, Wake)
     engine = state.engines.get(event.engine)
     if engine is None:
         return
@@ -59,19 +51,15 @@ def woke(state: State, order: Order, done: Seen) -> None:
     _told(state, order, done, engine.devices, event.tags, full=True)
 
 
-def loaded(state: State, order: Order, done: Seen) -> None:
+def loaded(state: State, order: Order, event: Load, done: Seen) -> None:
     """A Load was answered."""
-    event = order.event
-    assert isinstance(event, Load)
     for part in event.parts:
         state.away.pop(part, None)
     _told(state, order, done, state.trainers, event.parts, full=True)
 
 
-def offloaded(state: State, order: Order, done: Seen) -> None:
+def offloaded(state: State, order: Order, event: Offload, done: Seen) -> None:
     """An Offload was answered."""
-    event = order.event
-    assert isinstance(event, Offload)
     for part in event.parts:
         state.away[part] = order.seen
     _told(state, order, done, state.trainers, event.parts, full=False)

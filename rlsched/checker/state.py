@@ -8,7 +8,7 @@ from typing import Literal
 
 from msgspec import Struct, field
 
-from ..commands import AnyCommand
+from ..commands import AnyCommand, Transfer
 from ..facts import End
 from ..manifest import Manifest
 from ..notes import Kind
@@ -23,8 +23,10 @@ class Order(Struct):
 
     seen: Seen
     event: AnyCommand
-    left: set[int | str] = field(default_factory=set)
-    """What must be reported before it may be done: rollouts, engines, steps of a training."""
+    left: set[int] = field(default_factory=set)
+    """What must be reported before it may be done: rollouts, or engines of a Transfer."""
+    steps: set[str] = field(default_factory=set)
+    """Train: the same."""
     tokens: int = 0
     """Train: tokens of its rollouts."""
 
@@ -55,7 +57,9 @@ class Rollout(Struct):
     group: Group
     state: Literal["waiting", "live", "finished", "scored", "failed", "cancelled"] = "waiting"
     order: Order | None = None
-    """The Generate under which it is live."""
+    """The Generate under which it is live, …"""
+    engine: int = -1
+    """… and where."""
     aborts: list[Order] = []
     """Unanswered aborts that target it."""
     tokens: int = 0
@@ -68,12 +72,19 @@ class Rollout(Struct):
     """Their versions; -1 before the first token."""
 
 
+class Making(Struct):
+    """A version that is trained, or being trained, and not published."""
+
+    trainings: list[Seen] = []
+    groups: int = 0
+    """Groups consumed by them."""
+
+
 class Update(Struct):
     """An update that an engine is taking in."""
 
     begun: Seen
-    by: int
-    version: int
+    command: Transfer
     buckets: int = 0
     bytes: int = 0
 
@@ -115,6 +126,8 @@ class State(Struct):
     failed: Seen | None = None
     """The first Done that wasn't ok."""
     ended: End | None = None
+    fallen: Seen | None = None
+    """The last Down."""
 
     commands: int = 0
     """The last command id."""
@@ -154,12 +167,10 @@ class State(Struct):
     """Versions trained."""
     index: int = 0
     """Batches that the next version has consumed."""
-    consumed: int = 0
-    """Groups in those batches."""
     published: int = 0
     published_by: Seen | None = None
-    unpublished: dict[int, list[Order]] = field(default_factory=dict)
-    """The trainings of each version that isn't out."""
+    unpublished: dict[int, Making] = field(default_factory=dict)
+    """Versions that aren't out."""
 
     def broken(self, id: str, statement: str, *witness: Seen | None) -> None:
         """Report a violation of invariant ``id``."""

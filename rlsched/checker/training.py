@@ -5,14 +5,12 @@ from ..facts import Phase, Trained
 from ..staleness import age
 from .causes import cause
 from .report import Seen
-from .state import Group, Order, Rollout, State
+from .state import Group, Making, Order, Rollout, State
 
 
-def train(state: State, order: Order) -> None:
+def train(state: State, order: Order, event: Train) -> None:
     """A batch goes to the trainer."""
-    event = order.event
-    assert isinstance(event, Train)
-    order.left = {"update", "trained"}
+    order.steps = {"update", "trained"}
     _place(state, order, event)
     batch = _groups(state, order, event)
     samples = _samples(state, order, event, batch)
@@ -34,7 +32,7 @@ def phase(state: State, line: int, event: Phase) -> None:
     """The trainer finished a phase."""
     order = cause(state, line, event, Train)
     if order is not None and event.name == "update":
-        order.left.discard("update")
+        order.steps.discard("update")
 
 
 def trained(state: State, line: int, event: Trained) -> None:
@@ -46,27 +44,25 @@ def trained(state: State, line: int, event: Trained) -> None:
     state.u = max(state.u, event.u)
     if order is None:
         return
-    if "trained" not in order.left:
+    if "trained" not in order.steps:
         state.broken("ONCE", f"command {order.event.id} was trained twice", order.seen, seen)
     if event.tokens > order.tokens:
         text = f"{event.tokens} tokens trained, but the rollouts have {order.tokens}"
         state.broken("GROUP", text, order.seen, seen)
-    order.left.discard("trained")
+    order.steps.discard("trained")
 
 
-def ended(state: State, order: Order, done: Seen) -> None:
+def ended(state: State, order: Order, event: Train, done: Seen) -> None:
     """A Train was answered: its groups are terminal, and with its last batch a version is trained."""
-    event = order.event
-    assert isinstance(event, Train)
-    if order.left:
-        missing = "update phase" if "update" in order.left else "Trained"
+    if order.steps:
+        missing = "update phase" if "update" in order.steps else "Trained"
         state.broken("MONO", f"command {event.id} was done without its {missing}", order.seen, done)
     for g in event.groups:
         group = state.groups.get(g)
         if group is not None and group.state == "consumed":
             state.finish(group, order.seen)
     if event.last:
-        state.trained, state.index, state.consumed = max(state.trained, event.version), 0, 0
+        state.trained, state.index = max(state.trained, event.version), 0
     else:
         state.index += 1
 
@@ -84,16 +80,16 @@ def _place(state: State, order: Order, event: Train) -> None:
         last = "the last" if event.last else "not the last"
         text = f"batch {event.index}, {last}, of version {event.version}, where {state.index} of {shape.k} is due"
         state.broken("MONO", text, order.seen)
-    trainings = state.unpublished.setdefault(event.version, [])
-    trainings.append(order)
-    state.consumed += len(event.groups)
+    making = state.unpublished.setdefault(event.version, Making())
+    making.trainings = [*making.trainings, order.seen]
+    making.groups += len(event.groups)
     if promises.quiet and state.live:
         rollout = state.rollouts[min(state.live)]
         request = rollout.order.seen if rollout.order else None
         state.broken("SYNC", f"training while rollout {rollout.id} is live", request, order.seen)
-    if promises.quiet and promises.on_policy and event.last and state.consumed != shape.B:
-        text = f"version {event.version} is made from {state.consumed} groups, not from all {shape.B}"
-        state.broken("SYNC", text, *(o.seen for o in trainings))
+    if promises.quiet and promises.on_policy and event.last and making.groups != shape.B:
+        text = f"version {event.version} is made from {making.groups} groups, not from all {shape.B}"
+        state.broken("SYNC", text, *making.trainings)
 
 
 def _groups(state: State, order: Order, event: Train) -> list[Group]:
@@ -112,7 +108,7 @@ def _groups(state: State, order: Order, event: Train) -> list[Group]:
             state.broken("GROUP", f"training on group {g}, which is {what}", group.last, order.seen)
         else:
             group.state, group.last = "consumed", order.seen
-            del state.line[g]
+            state.line.pop(g, None)
             batch.append(group)
     return batch
 

@@ -8,10 +8,8 @@ from .report import Seen
 from .state import Engine, Order, State, Update
 
 
-def transfer(state: State, order: Order) -> None:
+def transfer(state: State, order: Order, event: Transfer) -> None:
     """A version is sent to engines."""
-    event = order.event
-    assert isinstance(event, Transfer)
     if event.version > state.trained:
         text = f"version {event.version} is transferred, trained are {state.trained}"
         state.broken("MONO", text, order.seen)
@@ -26,33 +24,33 @@ def transfer(state: State, order: Order) -> None:
 
 def updating(state: State, line: int, event: Updating) -> None:
     """An engine begins to take a version in."""
-    engine, seen = _target(state, line, event), Seen(line, event)
-    if engine is None:
+    target, seen = _target(state, line, event), Seen(line, event)
+    if target is None:
         return
+    engine, command = target
     if engine.updating is not None:
         text = f"engine {engine.id} begins to take in version {event.version} amid another update"
         state.broken("ATOMIC", text, engine.updating.begun, seen)
-    engine.updating = Update(seen, event.by, event.version)
+    engine.updating = Update(seen, command)
     engine.version = -1
 
 
 def bucket(state: State, line: int, event: Bucket) -> None:
     """A piece of a version arrived."""
-    engine, seen = _target(state, line, event), Seen(line, event)
-    if engine is None:
+    target, seen = _target(state, line, event), Seen(line, event)
+    if target is None:
         return
+    engine, command = target
     update = engine.updating
-    if update is None or update.by != event.by:
+    if update is None or update.command is not command:
         state.broken("ATOMIC", f"bucket {event.index} reached engine {engine.id} outside of its update", seen)
         return
-    order = state.open[event.by]
-    most = order.event.bucket  # type: ignore[union-attr]
     if event.index != update.buckets:
         text = f"bucket {event.index} reached engine {engine.id} where {update.buckets} is next"
         state.broken("ATOMIC", text, update.begun, seen)
-    if not 0 < event.bytes <= most:
-        text = f"bucket {event.index} for engine {engine.id} has {event.bytes} bytes; at most {most} were asked for"
-        state.broken("ATOMIC", text, order.seen, seen)
+    if not 0 < event.bytes <= command.bucket:
+        text = f"bucket {event.index} for engine {engine.id} has {event.bytes} bytes; at most {command.bucket} can be"
+        state.broken("ATOMIC", text, state.open[event.by].seen, seen)
     update.buckets += 1
     update.bytes += event.bytes
 
@@ -68,11 +66,12 @@ def installed(state: State, line: int, event: Installed) -> None:
         else:
             engine.version, engine.installed = 0, seen
         return
-    engine = _target(state, line, event)
-    if engine is None:
+    target = _target(state, line, event)
+    if target is None:
         return
+    engine, command = target
     update, engine.updating = engine.updating, None
-    if update is None or update.by != event.by:
+    if update is None or update.command is not command:
         state.broken("ATOMIC", f"engine {engine.id} ended an update that it had not begun", seen)
         return
     if not event.ok:
@@ -89,12 +88,11 @@ def installed(state: State, line: int, event: Installed) -> None:
     engine.stale = None if "kv" in engine.asleep else seen
 
 
-def transferred(state: State, order: Order, done: Seen) -> None:
+def transferred(state: State, order: Order, event: Transfer, done: Seen) -> None:
     """A Transfer was answered."""
     for e in order.left:
-        engine = state.engines[e]  # type: ignore[index]
-        if engine.up:
-            text = f"command {order.event.id} was done, but engine {e} has not installed its version"
+        if state.engines[e].up:
+            text = f"command {event.id} was done, but engine {e} has not installed its version"
             state.broken("ATOMIC", text, order.seen, done)
 
 
@@ -132,8 +130,9 @@ def _holds(state: State, engine: Engine, version: int, seen: Seen) -> None:
         state.broken("PUBLISH", text, engine.installed, seen)
 
 
-def _target(state: State, line: int, event: Updating | Bucket | Installed) -> Engine | None:
-    """The engine of an update's event; None, and reported, unless its Transfer brings this version there."""
+def _target(state: State, line: int, event: Updating | Bucket | Installed) -> tuple[Engine, Transfer] | None:
+    """The engine of an update's event, and the Transfer that brings this version there; None, and reported, if
+    there is none."""
     order = cause(state, line, event, Transfer)
     if order is None:
         return None
@@ -141,11 +140,11 @@ def _target(state: State, line: int, event: Updating | Bucket | Installed) -> En
     assert isinstance(command, Transfer)
     engine = state.engines.get(event.engine)
     version = command.version if isinstance(event, Bucket) else event.version
-    if engine is None or event.engine not in command.engines or version != command.version or not engine.up:
+    if engine is None or not engine.up or event.engine not in command.engines or version != command.version:
         text = (
             f"{type(event).__name__} by {event.by} of version {version} on engine {event.engine}: the command"
             f" brings {command.version} to {command.engines}"
         )
         state.broken("CAUSE", text, order.seen, Seen(line, event))
         return None
-    return engine
+    return engine, command
