@@ -149,9 +149,10 @@ class Rig:
         ]
 
     async def counts(self) -> dict[str, answers.Counted]:
-        """Pacing overruns and memory, by process."""
-        clients = {**{f"engine-{e}": c for e, c in self.engines.items()}, "trainer": self.trainer}
-        return {name: await client.count() for name, client in clients.items()}
+        """Pacing overruns and memory of the processes that live, by name."""
+        clients: list[EngineClient | TrainerClient] = [*self.engines.values(), self.trainer]
+        found = await asyncio.gather(*(c.count() for c in clients), return_exceptions=True)
+        return {c.name: told for c, told in zip(clients, found, strict=True) if isinstance(told, answers.Counted)}
 
     async def close(self) -> None:
         """End and reap every process, and let go of the transports."""

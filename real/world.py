@@ -5,7 +5,6 @@ out by a task of its own, so that none waits behind another's answer.
 """
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Awaitable, Callable
 from typing import Literal
@@ -162,7 +161,6 @@ class World:
 
     def _on_down(self, engine: int | None, error: ChildDied) -> None:
         self.post(Down(self._now(), engine, str(error)))
-        self._fail(str(error))
 
     async def _score(self, id: int) -> None:
         rollout = self._rollouts.get(id)
@@ -321,9 +319,8 @@ class World:
 
     async def _stop(self, command: Stop) -> None:
         for name, counted in (await self._rig.counts()).items():
-            with contextlib.suppress(ZeroDivisionError):
-                self.post(Observed(self._now(), command.id, f"{name}/overrun_share", counted.overrun_ns / self._now()))
-                self.post(Observed(self._now(), command.id, f"{name}/overruns", counted.overruns))
+            self.post(Observed(self._now(), command.id, f"{name}/overrun_share", counted.overrun_ns / self._now()))
+            self.post(Observed(self._now(), command.id, f"{name}/overruns", counted.overruns))
         self.post(End(self._now(), command.id, not command.why, command.why))
 
     # ---- books

@@ -38,7 +38,7 @@ def fold(ledger: Ledger, fact: AnyFact, out: Out) -> None:
         case Trained():
             ledger.u = fact.u
         case Down():
-            _down(ledger, fact)
+            _down(ledger, fact, out)
         case _:
             pass
 
@@ -156,9 +156,12 @@ def abort_live(ledger: Ledger, rollouts: list[int], fate: AbortFate, out: Out) -
     by_engine: dict[int, list[int]] = {}
     for r in rollouts:
         record = ledger.rollouts.get(r)
-        if record is not None and record.state == "live" and record.engine is not None and r not in ledger.recalled:
+        if record is None or record.state != "live" or record.engine is None:
+            continue
+        if r not in ledger.recalled:
             by_engine.setdefault(record.engine, []).append(r)
-            ledger.recalled[r] = fate
+        if r not in ledger.recalled or fate == "cancel":
+            ledger.recalled[r] = fate  # a cancel outdoes the fate of an abort under way
     return {issue(ledger, Abort(next_id(ledger), engine, sorted(ids), fate), out) for engine, ids in by_engine.items()}
 
 
@@ -295,9 +298,16 @@ def _done(ledger: Ledger, fact: Done, out: Out) -> None:
             pass
 
 
-def _down(ledger: Ledger, fact: Down) -> None:
-    """Everything inside the engine is lost: its rollouts start again from their last recorded token."""
-    if fact.engine is None or fact.engine not in ledger.engines:
+def _down(ledger: Ledger, fact: Down, out: Out) -> None:
+    """What was inside the engine is lost: its rollouts start again from their last recorded token.
+
+    Nothing goes on without a trainer, or without an engine.
+    """
+    others = [e for e in ledger.serving() if e != fact.engine]
+    if fact.engine is None or not others:
+        stop(ledger, fact.why or "the trainer is down", out)
+        return
+    if fact.engine not in ledger.engines:
         return
     engine = ledger.engines[fact.engine]
     engine.serving = engine.open = False
@@ -307,7 +317,7 @@ def _down(ledger: Ledger, fact: Down) -> None:
         rollout = ledger.rollouts[r]
         rollout.state, rollout.cause, rollout.engine = "interrupted", "retry", None
         ledger.interrupted.append(r)
-        if ledger.groups[rollout.group].state == "closed":
+        if ledger.groups[rollout.group].state != "running":
             _forget(ledger, rollout)
     engine.live.clear()
     refresh(ledger)

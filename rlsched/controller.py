@@ -49,7 +49,7 @@ class Controller:
             self.states[name] = self._ask(name, observe, self.states[name], fact, self.ledger)
         if isinstance(fact, Done) and not fact.ok:
             stop(self.ledger, fact.why or f"command {fact.cmd} failed", out)
-        elif self.ledger.begun:
+        elif self.ledger.begun and not self.ledger.stopped:
             while self._settle():
                 pass
         return out

@@ -127,11 +127,15 @@ class Down(Fact, frozen=True, tag="down"):
 
 
 class End(Fact, frozen=True, tag="end"):
-    """The history is closed. ``ok=False``: the run failed, and ``why`` says how."""
+    """The history is closed. ``ok=False``: the run failed, and ``why`` says how.
+
+    ``stalled``: nothing could happen any more, although the run was not over.
+    """
 
     by: int = 0
     ok: bool = True
     why: str = ""
+    stalled: bool = False
 
 
 AnyFact = (

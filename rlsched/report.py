@@ -79,6 +79,8 @@ def violations(console: Console, found: Report) -> None:
     total = sum(found.counts.values())
     if total > len(found.violations):
         console.print(f"… {total} violations in all: " + ", ".join(f"{i} {n}" for i, n in found.counts.items()))
+    if found.failed:
+        console.print(f"the run failed, and was checked up to there: {found.failed}", markup=False, soft_wrap=True)
     if found.ok:
         console.print("no violation")
 

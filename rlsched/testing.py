@@ -213,7 +213,8 @@ def assert_clean(run: Run) -> None:
     assert run.end.ok, run.end.why
     assert run.report.ok, "\n".join(map(str, run.report.violations))
     assert run.replay.divergence is None, run.replay.divergence
-    assert run.replay.facts + run.replay.answers == run.report.events == len(run.events) > 0
+    read = run.replay.facts + run.replay.answers
+    assert read == run.report.events == len(run.events), f"{read} of {len(run.events)} events were replayed"
 
 
 class Tally:

@@ -157,7 +157,7 @@ def enter(stage: AnyStage, ledger: Ledger, out: Out) -> set[int]:
             ledger.v = ledger.update.version
             ledger.unpublished = 0
             ledger.at_publish = copy(ledger.counters)
-            out.append(Publish(ledger.v, ledger.update.engines))
+            out.append(Publish(ledger.v, [e for e in ledger.update.engines if ledger.engines[e].serving]))
         case Farewell():
             stop(ledger, "", out)
         case _:

@@ -59,7 +59,7 @@ class World:
             try:
                 self.clock.env.step()
             except simpy.core.EmptySchedule:
-                self.post(End(self.clock.stamp, ok=False, why=self._stall()))
+                self.post(End(self.clock.stamp, ok=False, why=self._stall(), stalled=True))
         return self._session.ended
 
     def post(self, fact: AnyFact) -> None:

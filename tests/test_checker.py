@@ -882,9 +882,30 @@ def a_run_that_failed(bad: bool) -> History:
     s.train(1, s.make())
     s.out(1, 0)
     if bad:
-        s.fact(End, ok=False, why="stalled")
+        s.fact(End, ok=False, why="stalled", stalled=True)
         return s.history
     return s.end()
+
+
+@breaks("LIVE")
+def a_failure_after_a_stop_in_good_order(bad: bool) -> History:
+    s = plain()
+    s.train(1, s.make())
+    s.out(1, 0)
+    manifest, events = s.end()
+    if bad:
+        end = events[-1]
+        events[-1] = End(end.t, end.by, ok=False, why="by itself")
+    return manifest, events
+
+
+def test_a_run_that_was_cut_short_is_checked_as_a_prefix() -> None:
+    s = plain()
+    s.train(1, s.make())
+    s.fact(End, ok=False, why="engine-0 died")
+    found = report(s.history)
+    assert found.ok
+    assert found.failed == "engine-0 died"
 
 
 @breaks("LIVE")

@@ -15,7 +15,7 @@ from msgspec.structs import fields, replace
 
 from rlsched.checker import INVARIANTS
 from rlsched.commands import Command, Flush, Generate, Timer, Train
-from rlsched.facts import Down, Fact, Resident, Segment
+from rlsched.facts import Bucket, Down, Fact, Resident, Segment
 from rlsched.notes import Accept, Admit, Cancel, Drop, Reject
 
 from .histories import KINDS, History, histories, report
@@ -36,7 +36,7 @@ SEEN: dict[tuple[str, str], str] = {
     ("Segment", "version: another, with tokens"): "LABEL",
     ("Segment", "n: lowered, of tokens that are trained"): "GROUP, BUDGET, PARTIAL",
     ("Segment", "n: raised by the budget"): "BUDGET",
-    ("Segment", "end: abort, of one that finished"): "ABORT",
+    ("Segment", "end: abort, of one that finished"): "ABORT, CONS",
     ("Segment", "end: stop, of a rollout that goes on"): "CONS",
     ("Segment", "end: error, of a trained rollout"): "CONS, GROUP",
     ("Segment", "end: install"): "CONS",
@@ -85,6 +85,7 @@ SEEN: dict[tuple[str, str], str] = {
     ("End", "removed"): "LIVE",
     ("End", "by: another"): "CAUSE",
     ("End", "ok: flipped"): "LIVE",
+    ("End", "stalled: flipped"): "LIVE",
     ("Generate", "engine: another"): "CAUSE",
     ("Generate", "work: another rollout"): "CONS, ONCE",
     ("Generate", "work: another prompt"): "CONS",
@@ -119,7 +120,7 @@ SEEN: dict[tuple[str, str], str] = {
     ("Transfer", "version: lowered"): "CAUSE",
     ("Transfer", "engines: one left out"): "CAUSE, PUBLISH",
     ("Transfer", "engines: one too many"): "CAUSE",
-    ("Transfer", "bucket: lowered"): "ATOMIC",
+    ("Transfer", "bucket: smaller than one that came"): "ATOMIC",
     ("Timer", "at: raised"): "CAUSE",
     ("Stop", "why: another"): "LIVE",
     ("Admit", "removed"): "CONS",
@@ -320,6 +321,7 @@ HOW: dict[str, Callable[[Place, Any], Any]] = {
     "the other that serves": lambda p, v: v if p.all(Down) else 1 - v,
     "raised": lambda p, v: v + 1,
     "lowered": lambda p, v: v - 1,
+    "smaller than one that came": lambda p, v: max(b.bytes for b in p.after(Bucket) if b.by == p.event.id) - 1,
     "flipped": lambda p, v: not v,
     "negative": lambda p, v: -1,
     "raised by the budget": lambda p, v: v + p.manifest.shape.budget + 1,

@@ -61,12 +61,18 @@ def end(state: State, line: int, event: End) -> None:
         state.open[event.by] = order
     elif order is None and (event.ok or event.by):
         state.broken("CAUSE", f"End by {event.by}, which is no unanswered command", seen)
-    if not event.ok:
-        text = f"the run failed: {event.why or 'nothing says why'}"
-        state.broken("LIVE", text, state.failed, state.stopped, state.fallen, *state.waits.values(), seen)
-        return
     stopped = state.stopped
-    if stopped is not None and isinstance(stopped.event, Stop) and stopped.event.why:
+    halted = stopped is not None and isinstance(stopped.event, Stop) and stopped.event.why
+    if event.stalled:
+        text = f"nothing could happen any more: {event.why}"
+        state.broken("LIVE", text, state.failed, state.fallen, *state.waits.values(), seen)
+        return
+    if not event.ok:
+        state.report.failed = event.why or "nothing says why"
+        if stopped is not None and not halted:
+            state.broken("LIVE", "the run was stopped in good order, yet failed", stopped, seen)
+        return
+    if stopped is not None and halted:
         state.broken("LIVE", f"the run stopped because of {stopped.event.why!r}, yet ended well", stopped, seen)
     if state.failed is not None:
         state.broken("LIVE", "the run ended well, though a command had failed", state.failed, seen)

@@ -20,6 +20,6 @@ INVARIANTS: dict[str, str] = {
     "ONCE": "Ids are used once, a rollout is live once at a time, and a group is trained at most once.",
     "CONS": "Only what was admitted is dispatched, scored and ended, and each group ends exactly once.",
     "GROUP": "A group is accepted when whole, and trained with exactly the samples that make it whole.",
-    "LIVE": "A closed history has reached its end: nothing is unanswered, nobody waits, nothing failed.",
+    "LIVE": "A closed history has reached its end: nothing is unanswered, nobody waits, nothing stalled.",
 }
 """Statement of each invariant, by id."""

@@ -49,6 +49,9 @@ class Report(Struct):
     open: bool = True
     """The history has no ``End``: conditions on its end were not checked."""
 
+    failed: str = ""
+    """Why the run failed, if it did: it was cut short, and conditions on its end were not checked."""
+
     @property
     def ok(self) -> bool:
         """Nothing was violated."""

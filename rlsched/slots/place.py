@@ -39,6 +39,8 @@ class Colocated(Slot, frozen=True):
     def decide(self, state: None, ledger: Ledger) -> list[Move]:
         if ledger.batch is None and ledger.update is None:
             return []
+        if ledger.batch is not None and ledger.unpublished + len(ledger.buffer) < ledger.shape.B:
+            return []  # the engines still have to make the rest of the version
         holder: Literal["engine", "trainer"] = "trainer" if ledger.batch is not None else "engine"
         return [
             Move(d.id, holder, self.sleep, self.load, self.offload)

@@ -132,10 +132,9 @@ def test_stopped_peer_is_an_error_in_seconds(fresh_rig, who):
         assert isinstance(failed["two"], TornWeights)
 
 
-def test_dead_loop_is_reported_and_the_child_exits_non_zero(fresh_rig, prompt, tmp_path):
+def test_dead_loop_is_reported_and_the_child_exits_non_zero(fresh_rig, prompt, tmp_path, monkeypatch):
     """An engine whose model raises in the middle of a step."""
     (tmp_path / "broken_engine.py").write_text(
-        "import sys\n"
         "import rlsched.real.engines.transformers as engine\n"
         "from rlsched.real.model import build\n"
         "def broken(spec):\n"
@@ -149,11 +148,8 @@ def test_dead_loop_is_reported_and_the_child_exits_non_zero(fresh_rig, prompt, t
         "engine.build = broken\n"
         "engine.run(engine.main)\n"
     )
-    os.environ["PYTHONPATH"] = str(tmp_path)
-    try:
-        engine = fresh_rig.engine("broken", EngineConfig(), module="broken_engine")
-    finally:
-        del os.environ["PYTHONPATH"]
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    engine = fresh_rig.engine("broken", EngineConfig(), module="broken_engine")
 
     async def die():
         await engine.submit("r", prompt(0), 100)
