@@ -124,7 +124,7 @@ class Buckets:
         source: Source,
         sinks: Sequence[Sink],
         version: int,
-        on_bucket: Callable[[int, int, int], None] = lambda _index, _bytes, _ns: None,
+        on_bucket: Callable[[str, int, int, int], None] = lambda _sink, _index, _bytes, _ns: None,
     ) -> Pushed:
         """Move version `version` to engines that are paused already; none is paused or resumed here.
 
@@ -142,7 +142,8 @@ class Buckets:
             began = time.monotonic_ns()
             sizes.append(await self._pass(source, standing, index, version))
             times.append(time.monotonic_ns() - began)
-            on_bucket(index, sizes[-1], times[-1])
+            for name in standing.sinks:
+                on_bucket(name, index, sizes[-1], times[-1])
             if not standing.sinks:
                 break
         updated = await standing.each(lambda sink: sink.end_update(version))

@@ -81,6 +81,7 @@ class World:
         self._left: dict[int, int] = {}
         self._groups: dict[int, range] = {}
         self._group_of: dict[int, int] = {}
+        self._down: set[int] = set()
         self._training: int | None = None
         self._phase_began = 0
         self._failure: Exception | None = None
@@ -160,6 +161,8 @@ class World:
             self.post(Phase(self._now(), self._training, told.phase, told.at_ns - self._phase_began))
 
     def _on_down(self, engine: int | None, error: ChildDied) -> None:
+        if engine is not None:
+            self._down.add(engine)
         self.post(Down(self._now(), engine, str(error)))
 
     async def _score(self, id: int) -> None:
@@ -289,15 +292,16 @@ class World:
         buckets: Buckets = self._rig.transport(command.transport, command.bucket)
         targets = {self._rig.engines[e].name: e for e in command.engines}
 
-        def moved(index: int, size: int, ns: int) -> None:
-            for e in command.engines:
-                self.post(Bucket(self._now(), command.id, e, index, size, ns))
+        def moved(name: str, index: int, size: int, ns: int) -> None:
+            self.post(Bucket(self._now(), command.id, targets[name], index, size, ns))
 
         for e in command.engines:
             self.post(Updating(self._now(), command.id, e, command.version))
         engines = [self._rig.engines[e] for e in command.engines]
         pushed = await buckets.push(self._rig.trainer, engines, command.version, on_bucket=moved)
         for name, e in targets.items():
+            if e in self._down:
+                continue
             size = pushed.updated[name].bytes if name in pushed.updated else 0
             self.post(Installed(self._now(), command.id, e, command.version, size, name in pushed.updated))
         why = "; ".join(f"{name}: {error}" for name, error in pushed.failed.items())

@@ -136,8 +136,9 @@ def publishers() -> st.SearchStrategy[EveryVersion]:
 
 
 def selections() -> st.SearchStrategy[Any]:
-    """Select slots that take a batch as soon as there is one."""
-    return st.sampled_from((InOrder(), OldestFinished(), OldestFinished(shuffle=False), FirstFinished()))
+    """Select slots."""
+    finished = OldestFinished(), OldestFinished(shuffle=False), FirstFinished()
+    return st.sampled_from((InOrder(), *finished, InOrder(whole=True)))
 
 
 def colocations() -> st.SearchStrategy[Colocated]:
@@ -149,25 +150,23 @@ def colocations() -> st.SearchStrategy[Colocated]:
 
 @st.composite
 def policies(draw: st.DrawFn, /, **slots: st.SearchStrategy[Any]) -> Policy:
-    """A policy of rlsched's own slots. A slot that is given is drawn from there, and the others fit it.
-
-    Colocated engines sleep until the version is out. A selection that takes a part of it before the
-    rest is finished would wait for ever, so that ``place`` is disaggregated when ``select`` is given.
-    """
+    """A policy of rlsched's own slots. A slot that is given is drawn from there."""
+    caps = st.builds(Cap, st.sampled_from((1, 0, 2, 3)), st.none() | st.integers(1, 12))
     apart = st.builds(Disaggregated, trainers=st.integers(1, 2))
-    place = draw(slots.get("place", apart if "select" in slots else apart | colocations()))
-    select = st.just(InOrder(whole=True)) if isinstance(place, Colocated) else selections()
-    admit = st.builds(Cap, st.integers(0, 3), st.none() | st.integers(1, 12)) | st.just(Barrier())
-    expire = st.just(Never()) | st.builds(AgeBound, st.integers(0, 2), st.booleans())
-    return Policy(
-        "drawn",
-        admit=draw(slots.get("admit", admit)),
-        select=draw(slots.get("select", select)),
-        expire=draw(slots.get("expire", expire)),
-        publish=draw(slots.get("publish", publishers())),
-        place=place,
-        route=draw(slots.get("route", st.sampled_from((RoundRobin(), LeastLoaded())))),
-    )
+    defaults: dict[str, st.SearchStrategy[Any]] = {
+        "admit": _mostly(caps, st.just(Barrier())),
+        "select": selections(),
+        "expire": st.just(Never()) | st.builds(AgeBound, st.integers(0, 2), st.booleans()),
+        "publish": publishers(),
+        "place": _mostly(apart, colocations()),
+        "route": st.sampled_from((RoundRobin(), LeastLoaded())),
+    }
+    return Policy("drawn", **{name: draw(slots.get(name, default)) for name, default in defaults.items()})
+
+
+def _mostly(often: st.SearchStrategy[Any], seldom: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Three times out of four ``often``."""
+    return st.integers(0, 3).flatmap(lambda n: seldom if n == 3 else often)
 
 
 def seeds() -> st.SearchStrategy[int]:

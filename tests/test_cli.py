@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rlsched.sim.scenario import Scenario, load
 
 from rlsched.cli import app, main
 from rlsched.history import Reader, Writer, whole
@@ -17,7 +18,6 @@ from rlsched.manifest import manifest
 from rlsched.naming import parse
 from rlsched.policy import areal_async
 from rlsched.shape import Shape
-from rlsched.sim.scenario import Scenario, load
 
 COMMANDS = ("simulate", "run", "validate", "check", "replay", "compare", "policies", "schema", "scenario")
 SMALL = ("--steps=3", *(f"--with=shape.{n}" for n in ("b=2", "samples=2", "engines=2", "budget=300")))

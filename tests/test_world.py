@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,8 @@ from rlsched.sim.clock import Clock
 from rlsched.sim.scenario import Control, EngineCosts, Scenario, TrainerCosts, TransportCosts
 from rlsched.sim.world import World
 
-from rlsched.commands import Abort, Command, Flush, Generate, Sleep, Train
+from rlsched.commands import Abort, Command, Flush, Generate, Sleep
 from rlsched.facts import Done, Fact, Scored, Segment
-from rlsched.history import Event
 from rlsched.naming import build, spec
 from rlsched.notes import Accept, Admit, Cancel, Drop, Publish, Reject
 from rlsched.policy import Policy, areal_async, verl_hybrid
@@ -30,135 +29,22 @@ from rlsched.slots.place import Colocated, Disaggregated
 from rlsched.slots.publish import EveryVersion
 from rlsched.slots.route import LeastLoaded, RoundRobin
 from rlsched.slots.select import FirstFinished, InOrder, OldestFinished
-from rlsched.testing import Run, Tally, assert_clean, batches, policies, run, scenarios, seeds, workloads
+from rlsched.testing import Run, Tally, Trained, assert_clean, batches, policies, run, scenarios, seeds, workloads
 from rlsched.workload import Length, Workload
 
+from .account import account
 from .test_properties import NIGHTLY, examples
 
 # ---- conservation
 
 
-class Account:
-    """Every rollout's tokens and every group's life, by double entry."""
-
-    def __init__(self, scenario: Scenario, seed: int) -> None:
-        self.scenario, self.seed = scenario, seed
-        self.admits: dict[int, Admit] = {}
-        self.group_of: dict[int, int] = {}
-        self.ends: dict[int, str] = {}
-        """How each group ended."""
-        self.accepted: set[int] = set()
-        self.home: dict[int, int] = {}
-        """The command of each live rollout: dispatched, not come back."""
-        self.tokens: Counter[int] = Counter()
-        self.done: set[int] = set()
-        self.scored: Counter[int] = Counter()
-        self.fates: dict[int, str] = {}
-        self.prompts: Counter[int] = Counter()
-        self.again: Counter[int] = Counter()
-        self.seen: Counter[str] = Counter()
-
-    def due(self, rollout: int) -> int:
-        """The workload's length of a rollout."""
-        admit, shape = self.admits[self.group_of[rollout]], self.scenario.shape
-        sample = rollout - admit.first
-        return self.scenario.workload.output_tokens(self.seed, admit.prompt, sample, admit.attempt, shape.budget)
-
-    def take(self, event: Event) -> None:
-        match event:
-            case Admit():
-                assert event.group == len(self.admits)
-                assert event.first == len(self.group_of)
-                assert event.attempt == self.prompts[event.prompt] == self.again[event.prompt]
-                self.prompts[event.prompt] += 1
-                self.admits[event.group] = event
-                self.group_of |= dict.fromkeys(range(event.first, event.first + event.launch_n), event.group)
-            case Generate():
-                for work in event.work:
-                    admit = self.admits[self.group_of[work.rollout]]
-                    assert work.rollout not in self.home
-                    assert work.rollout not in self.done
-                    assert admit.group not in self.ends
-                    assert (work.prompt, work.attempt) == (admit.prompt, admit.attempt)
-                    assert work.sample == work.rollout - admit.first
-                    assert work.have == self.tokens[work.rollout] < self.due(work.rollout)
-                    self.seen["resumed"] += work.have > 0
-                    self.home[work.rollout] = event.id
-            case Abort():
-                self.fates |= dict.fromkeys(event.rollouts, event.fate)
-            case Segment():
-                assert self.home.pop(event.rollout) == event.by
-                self.tokens[event.rollout] += event.n
-                assert self.tokens[event.rollout] <= self.due(event.rollout) <= self.scenario.shape.budget
-                fate = self.fates.pop(event.rollout, None)
-                if event.end == "abort":
-                    if fate == "restart":
-                        self.seen["restarted"] += self.tokens[event.rollout] > 0
-                        self.tokens[event.rollout] = 0
-                else:
-                    assert self.tokens[event.rollout] == self.due(event.rollout)
-                    assert (event.end == "length") == (self.due(event.rollout) == self.scenario.shape.budget)
-                    self.done.add(event.rollout)
-            case Scored():
-                assert event.rollout in self.done
-                self.scored[event.rollout] += 1
-            case Accept():
-                assert event.group not in self.accepted
-                self.accepted.add(event.group)
-            case Reject():
-                self.finish(event.group, "rejected", whole=False)
-            case Cancel():
-                self.finish(event.group, "cancelled", whole=False)
-            case Drop():
-                self.finish(event.group, "dropped", whole=True)
-            case Train():
-                for group in event.groups:
-                    self.finish(group, "trained", whole=True)
-                self.train(event)
-            case _:
-                pass
-        if isinstance(event, Cancel | Drop) and event.requeue:
-            self.again[self.admits[event.group].prompt] += 1
-            self.seen["requeued"] += 1
-
-    def finish(self, group: int, how: str, whole: bool) -> None:
-        assert group in self.admits
-        assert group not in self.ends, f"group {group} was {self.ends.get(group)}, and is {how}"
-        assert (group in self.accepted) == whole
-        self.ends[group] = how
-
-    def train(self, event: Train) -> None:
-        due = [
-            r for g in event.groups for r in range(self.admits[g].first, self.admits[g].first + self.admits[g].need_n)
-        ]
-        assert sorted(event.rollouts) == due
-        for rollout in event.rollouts:
-            assert self.tokens[rollout] == self.due(rollout)
-            assert self.scored[rollout] == 1
-
-    def close(self) -> None:
-        assert not self.home
-        assert {*self.ends} == {*self.admits}
-        trained = [g for g, how in self.ends.items() if how == "trained"]
-        assert len(trained) == self.scenario.shape.steps * self.scenario.shape.B
-        assert max(self.scored.values()) == 1
-
-
-def account(scenario: Scenario, seed: int, events: Iterable[Event]) -> Account:
-    """The account of a whole history, closed."""
-    opened = Account(scenario, seed)
-    for event in events:
-        opened.take(event)
-    opened.close()
-    return opened
-
-
 def test_nothing_is_lost_or_made_twice() -> None:
     """Every token, rollout, group and attempt is accounted for, from admission to its one end."""
     seen = Tally()
+    ahead = policies(admit=st.builds(Cap, st.integers(1, 3), st.integers(4, 16)), place=st.just(Disaggregated()))
 
     @examples(200)
-    @given(scenarios(), policies(), seeds())
+    @given(scenarios(), policies() | ahead, seeds())
     def holds(scenario: Scenario, policy: Policy, seed: int) -> None:
         closed = account(scenario, seed, run(scenario, policy, seed).events)
         ends = Counter(closed.ends.values())
@@ -172,7 +58,7 @@ def test_nothing_is_lost_or_made_twice() -> None:
         )
 
     holds()
-    seen.demand(resumed=0.05, restarted=0.05, requeued=0.02, rejected=0.2, dropped=0.2, cancelled=0.2)
+    seen.demand(resumed=0.05, restarted=0.05, requeued=0.03, rejected=0.3, dropped=0.3, cancelled=0.2)
 
 
 def test_every_effect_comes_after_its_cause() -> None:
@@ -207,7 +93,7 @@ def test_every_effect_comes_after_its_cause() -> None:
 def test_every_history_is_clean_and_says_how_to_make_its_policy_again() -> None:
     """The checker finds nothing, the replay is exact, the run ends well, and a second run writes the same bytes."""
 
-    @examples(200)
+    @examples(150)
     @given(scenarios(), policies(), seeds())
     def holds(scenario: Scenario, policy: Policy, seed: int) -> None:
         history = run(scenario, policy, seed)
@@ -242,7 +128,7 @@ def test_ties_are_broken_by_the_seed_alone() -> None:
 
 @pytest.mark.xfail(strict=True, reason="bug: Clock.call_last breaks ties by the order of scheduling, not by the seed")
 def test_boundaries_of_one_instant_are_permuted_too() -> None:
-    """Two engines whose boundaries fall together: which comes first depends on the seed, not on who was first to plan."""
+    """Two engines whose boundaries fall together: the seed says which is first, not who was first to plan."""
     orders = set()
     for seed in range(16):
         clock, fired = Clock(seed), []
@@ -379,6 +265,11 @@ def ages(history: Run) -> list[int]:
     return [group.age for batch in batches(history.events) for group in batch.groups]
 
 
+def sizes(group: Trained) -> list[int]:
+    """Tokens of each sample, in no order."""
+    return sorted(sum(tokens.values()) for tokens in group.samples.values())
+
+
 def stood_on(history: Run, *fates: str) -> bool:
     """Only these fates, and cancellation, befell requests; and the first of them did."""
     found = {e.fate for e in of(history, Abort)} - {"cancel"}
@@ -438,13 +329,7 @@ def test_a_tight_engine_only_takes_longer(engine: dict[str, int], least: str) ->
     histories = [run(world, policy, 3) for world in (busy(), tight)]
     for history in histories:
         assert_clean(history)
-    made = [
-        [
-            (b.version, [(g.admit.prompt, [sum(s.values()) for s in g.samples.values()]) for g in b.groups])
-            for b in batches(h.events)
-        ]
-        for h in histories
-    ]
+    made = [[[(g.admit.prompt, sizes(g)) for g in b.groups] for b in batches(h.events)] for h in histories]
     assert made[0] == made[1]
     assert histories[0].end.t < histories[1].end.t
     world = World(tight, policy, 3, lambda line: None)
@@ -475,12 +360,6 @@ def test_prompts_that_run_out_stall_the_run() -> None:
     stalled(history, "fewer than 2 groups are finished", "all 6 prompts were used")
     # What could be done was done before.
     assert len(of(history, Publish)) == (6 - len(of(history, Reject))) // 4
-
-
-def test_a_version_that_its_own_training_starves_stalls_the_run() -> None:
-    """Colocated engines sleep until the version is out, but its second batch was never generated."""
-    policy = replace(verl_hybrid(), admit=Cap(C=2), select=FirstFinished())
-    stalled(run(busy(), policy, 0), "trainer waits: fewer than 2 groups are finished")
 
 
 @pytest.mark.nightly
