@@ -1,5 +1,7 @@
 """Bookkeeping: how facts and decisions change a ledger. What it appends to ``out`` goes to the history."""
 
+from collections import deque
+
 from .commands import Abort, AbortFate, Command, Generate, Stop, Train
 from .decisions import Start, Verdict
 from .facts import (
@@ -11,9 +13,10 @@ from .facts import (
     Scored,
     Segment,
     Trained,
+    Up,
     Updating,
 )
-from .ledger import Group, Ledger, Prompt, Rollout, Span
+from .ledger import Engine, Group, Ledger, Prompt, Rollout, Span
 from .notes import Accept, Admit, Cancel, Drop, Go, Note, Reject, Wait
 
 Out = list[Command | Note]
@@ -39,6 +42,8 @@ def fold(ledger: Ledger, fact: AnyFact, out: Out) -> None:
             ledger.u = fact.u
         case Down():
             _down(ledger, fact, out)
+        case Up():
+            _up(ledger, fact)
         case _:
             pass
 
@@ -107,6 +112,15 @@ def admit(ledger: Ledger, start: Start, out: Out) -> None:
 def expire(ledger: Ledger, verdict: Verdict, out: Out) -> None:
     """Carry out what the expire slot said of one group, running or accepted."""
     group = ledger.groups[verdict.group]
+    if verdict.fate == "park":
+        group.parked = ledger.v
+        abort_live(ledger, list(group.rollouts), "resume", out)
+        for r in group.rollouts:
+            if ledger.rollouts[r].state == "waiting":
+                ledger.rollouts[r].state = "interrupted"
+                ledger.waiting.remove(r)
+                ledger.interrupted.append(r)
+        return
     again = verdict.fate == "requeue"
     if group.state == "accepted":
         del ledger.buffer[group.id]
@@ -117,7 +131,7 @@ def expire(ledger: Ledger, verdict: Verdict, out: Out) -> None:
     else:
         cancel(ledger, group, verdict.why, again, out)
     if again:
-        ledger.again["retry"].append(Prompt(group.prompt, group.attempt + 1))
+        ledger.again.setdefault(verdict.queue, deque()).append(Prompt(group.prompt, group.attempt + 1))
     close(ledger, group, out)
 
 
@@ -299,12 +313,11 @@ def _done(ledger: Ledger, fact: Done, out: Out) -> None:
 
 
 def _down(ledger: Ledger, fact: Down, out: Out) -> None:
-    """What was inside the engine is lost: its rollouts start again from their last recorded token.
+    """What was inside the engine is lost: its rollouts go on from their last recorded token.
 
-    Nothing goes on without a trainer, or without an engine.
+    An engine may come up again; without a trainer nothing goes on.
     """
-    others = [e for e in ledger.serving() if e != fact.engine]
-    if fact.engine is None or not others:
+    if fact.engine is None:
         stop(ledger, fact.why or "the trainer is down", out)
         return
     if fact.engine not in ledger.engines:
@@ -325,3 +338,10 @@ def _down(ledger: Ledger, fact: Down, out: Out) -> None:
         del ledger.open[command.id]
         for track in ledger.tracks.values():
             track.awaiting.discard(command.id)
+
+
+def _up(ledger: Ledger, fact: Up) -> None:
+    """The engine waits for a version; the publish slot sees it among those behind."""
+    engine = ledger.engines[fact.engine]
+    if not engine.serving:
+        ledger.engines[fact.engine] = Engine(fact.engine, open=False)

@@ -20,7 +20,7 @@ from .policy import Policy
 from .shape import Shape
 from .slot import Slot, Trigger
 from .stages import Track
-from .tracks import advance, closing, installing, training
+from .tracks import advance, closing, installing, switching, training
 
 
 class Controller:
@@ -93,6 +93,8 @@ class Controller:
                     known is not None and known.state in ("running", "accepted"),
                     f"group {verdict.group} is neither running nor accepted",
                 )
+                if verdict.fate == "park" and (known.state != "running" or known.parked == ledger.v):
+                    continue
                 expire(ledger, verdict, self._out)
                 moved = True
         return moved
@@ -113,13 +115,15 @@ class Controller:
 
     def _publish(self) -> bool:
         ledger = self.ledger
-        if not ledger.trainer_free or ledger.closing or ledger.x == ledger.v:
-            return False
+        if not ledger.trainer_free or ledger.closing or ledger.index:
+            return False  # in the middle of a version the trainer's weights are no version's
         update = self._call("publish", (Install, type(None)))
         if update is None:
             return False
         self._check("publish", update.version == ledger.x, f"version {update.version} is not the trained one")
-        self._check("publish", bool(update.engines), "no engine to install on")
+        behind = {*ledger.behind()}
+        self._check("publish", bool(behind & {*update.engines}), f"engines {update.engines} hold that version already")
+        self._check("publish", {*update.engines} <= {*ledger.serving()}, f"of engines {update.engines} some are down")
         ledger.update = update
         return True
 
@@ -149,35 +153,42 @@ class Controller:
         ledger = self.ledger
         if not ledger.interrupted or ledger.closing or not ledger.ready:
             return False
-        for r in sorted(ledger.interrupted, reverse=True):
+        parked = [r for r in ledger.interrupted if ledger.groups[ledger.rollouts[r].group].parked == ledger.v]
+        back = {*ledger.interrupted} - {*parked}
+        for r in sorted(back, reverse=True):
             ledger.rollouts[r].state = "waiting"
             ledger.waiting.appendleft(r)
-        ledger.interrupted.clear()
-        return True
+        ledger.interrupted[:] = parked
+        return bool(back)
 
     def _place(self) -> bool:
-        """Give devices to whom the place slot says, and start the track that needs them."""
+        """Start the track that a batch or an update needs once its devices are granted, or else move devices."""
         ledger = self.ledger
-        if ledger.tracks or (ledger.batch is None and ledger.update is None):
+        if ledger.tracks:
             return False
-        moves: list[Move] = list(self._call("place", (list, tuple)))
         known = {d.id: d for d in ledger.devices}
-        for m in moves:
+        moves: list[Move] = []
+        for m in self._call("place", (list, tuple)):
             self._check("place", isinstance(m, Move) and m.device in known, f"{m!r} names no device")
+            if ledger.holders[m.device] != m.holder:
+                moves.append(m)
+        taking = [m for m in moves if m.holder == "trainer"]
+        giving = [m for m in moves if m.holder == "engine"]
         if ledger.batch is not None:
             lacking = {d.id for d in known.values() if d.trainer and ledger.holders[d.id] != "trainer"}
-            taking = [m for m in moves if m.holder == "trainer" and m.device in lacking]
             if lacking != {m.device for m in taking}:
                 return False
             ledger.tracks["trainer"] = Track(training(taking, ledger))
-            return True
-        assert ledger.update is not None
-        homes = {d.id for d in known.values() if d.engine in ledger.update.engines}
-        away = {d for d in homes if ledger.holders[d] == "trainer"}
-        giving = [m for m in moves if m.holder == "engine" and m.device in away]
-        if away != {m.device for m in giving}:
+        elif ledger.update is not None:
+            homes = {d.id for d in known.values() if d.engine in ledger.update.engines}
+            away = {d for d in homes if ledger.holders[d] == "trainer"}
+            if not away <= {m.device for m in giving}:
+                return False
+            ledger.tracks["weights"] = Track(installing(ledger.update, giving, ledger))
+        elif moves and not ledger.closing:
+            ledger.tracks["switch"] = Track(switching(taking or giving, ledger))
+        else:
             return False
-        ledger.tracks["weights"] = Track(installing(ledger.update, giving, ledger))
         return True
 
     def _admit(self) -> bool:

@@ -38,15 +38,18 @@ class Wait(Struct, frozen=True):
 
 
 class Verdict(Struct, frozen=True):
-    """A group, running or accepted, is given up; ``requeue``: its prompt gets another attempt.
+    """What becomes of a group, running or accepted; one without a verdict is kept.
 
-    A group without a verdict is kept. ``refund`` gives an accepted one's place under the cap back.
+    ``drop`` gives it up, ``requeue`` puts its prompt into ``queue`` for another attempt. ``park``
+    calls a running group's rollouts back with their tokens, to go on after the next publish.
+    ``refund`` gives an accepted group's place under the cap back.
     """
 
     group: int
-    fate: Literal["drop", "requeue"]
+    fate: Literal["drop", "requeue", "park"]
     why: str
     refund: bool = True
+    queue: str = "retry"
 
 
 class Install(Struct, frozen=True):
@@ -54,7 +57,8 @@ class Install(Struct, frozen=True):
 
     ``fate`` is that of running requests: ``drain`` waits for them, ``resume`` aborts them and sends
     prompt and tokens so far again, ``restart`` aborts them and throws the tokens away. ``flush``
-    forgets all cached KV.
+    forgets all cached KV. The version is published once ``quorum`` of the serving engines hold it
+    (None: all of them).
     """
 
     version: int
@@ -63,6 +67,7 @@ class Install(Struct, frozen=True):
     bucket: int = 1024 * 2**20
     fate: Literal["drain", "resume", "restart"] = "resume"
     flush: bool = True
+    quorum: int | None = None
 
 
 class Move(Struct, frozen=True):

@@ -126,6 +126,12 @@ class Down(Fact, frozen=True, tag="down"):
     why: str = ""
 
 
+class Up(Fact, frozen=True, tag="up"):
+    """``engine`` is back, empty: it holds no version, and takes no requests until one is installed."""
+
+    engine: int
+
+
 class End(Fact, frozen=True, tag="end"):
     """The history is closed. ``ok=False``: the run failed, and ``why`` says how.
 

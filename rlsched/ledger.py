@@ -70,6 +70,8 @@ class Group(Struct):
     """Rollouts that finished and have a reward, in that order."""
     begun: int = -1
     """Nanosecond of the first dispatch."""
+    parked: int = -1
+    """Published version under which it was parked; its rollouts go on under a later one."""
 
     @property
     def rollouts(self) -> range:
@@ -84,7 +86,7 @@ class Engine(Struct):
     installed: int = -1
     """Version it holds whole; -1: none, or torn."""
     serving: bool = True
-    """False once it is down."""
+    """Up; False while it is down."""
     open: bool = True
     """Takes new requests; closed before an interruption, opened when it ends."""
     paused: bool = False
@@ -217,3 +219,7 @@ class Ledger(Struct):
     def serving(self) -> list[int]:
         """Engines that are up."""
         return [e.id for e in self.engines.values() if e.serving]
+
+    def behind(self) -> list[int]:
+        """Engines that are up and don't hold the trained version."""
+        return [e.id for e in self.engines.values() if e.serving and e.installed != self.x]

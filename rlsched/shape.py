@@ -73,6 +73,8 @@ class Promises(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=Tr
     """Largest age of a trained group, in versions (AGE)."""
     partial: Literal["resume", "restart", "drain"] | None = None
     """Fate of running requests at an update; under restart and drain a rollout has one version (PARTIAL)."""
+    skew: int = 0
+    """Versions by which a serving engine may lag behind the published one (PUBLISH)."""
     flush: bool = False
     """No token stands on KV of another version (LABEL)."""
 
@@ -91,5 +93,6 @@ def merge(promises: list[Promises]) -> Promises:
         in_order=any(p.in_order for p in promises),
         age=min(age, default=None),
         partial=partial[0] if partial else None,
+        skew=max(p.skew for p in promises),
         flush=any(p.flush for p in promises),
     )

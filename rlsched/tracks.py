@@ -41,40 +41,49 @@ from .stages import (
 
 def training(moves: list[Move], ledger: Ledger) -> list[AnyStage]:
     """Get the devices that the trainer lacks, then train the selected batch."""
-    if not moves:
-        return [TrainBatch()]
+    return [*(_taking(moves, ledger) if moves else []), TrainBatch()]
+
+
+def installing(update: Install, moves: list[Move], ledger: Ledger) -> list[AnyStage]:
+    """Bring an update to engines that are awake, and to sleeping ones that get their devices back."""
+    asleep = _engines(moves, ledger)
+    awake = [e for e in update.engines if e not in asleep]
+    leaving = list(moves[0].offload) if moves else []
+    return [
+        *([_quiet(awake, update.fate), Still(awake)] if awake else []),
+        *([PutAway(leaving[:1]), WakeUp(asleep, ["weights"])] if asleep else []),
+        Send(),
+        *([FlushCaches(awake)] if awake and update.flush else []),
+        Announce(),
+        *([PutAway(leaving[1:]), WakeUp(asleep, ["kv"]), Hand([m.device for m in moves], False)] if asleep else []),
+        Reopen(sorted({*update.engines, *asleep})),
+    ]
+
+
+def switching(moves: list[Move], ledger: Ledger) -> list[AnyStage]:
+    """Change the holder of devices while neither a batch nor an update asks for it.
+
+    An engine whose weights were discarded stays closed until the publish slot installs a version.
+    """
+    if moves[0].holder == "trainer":
+        return _taking(moves, ledger)
+    engines = _engines(moves, ledger)
+    return [
+        PutAway(list(moves[0].offload)),
+        WakeUp(engines, ["weights", "kv"]),
+        Hand([m.device for m in moves], False),
+        Reopen(engines),
+    ]
+
+
+def _taking(moves: list[Move], ledger: Ledger) -> list[AnyStage]:
+    """Bring devices to the trainer."""
     first, engines = moves[0], _engines(moves, ledger)
     return [
         _quiet(engines, first.fate),
         PutToSleep(engines, first.sleep),
         Bring(list(first.load)),
         Hand([m.device for m in moves], True),
-        TrainBatch(),
-    ]
-
-
-def installing(update: Install, moves: list[Move], ledger: Ledger) -> list[AnyStage]:
-    """Bring an update to engines that are awake, or to sleeping ones that get their devices back."""
-    if not moves:
-        return [
-            _quiet(update.engines, update.fate),
-            Still(update.engines),
-            Send(),
-            *([FlushCaches(update.engines)] if update.flush else []),
-            Announce(),
-            Reopen(update.engines),
-        ]
-    first, engines = moves[0], _engines(moves, ledger)
-    leaving = list(first.offload)
-    return [
-        PutAway(leaving[:1]),
-        WakeUp(engines, ["weights"]),
-        Send(),
-        Announce(),
-        PutAway(leaving[1:]),
-        WakeUp(engines, ["kv"]),
-        Hand([m.device for m in moves], False),
-        Reopen(engines),
     ]
 
 
@@ -94,6 +103,12 @@ def _quiet(engines: list[int], fate: str) -> AnyStage:
     return Interrupt(engines, "restart" if fate == "restart" else "resume")
 
 
+def _quorum(update: Install, ledger: Ledger) -> int:
+    """Engines that must hold the version before it is published: at least one."""
+    awake = [e for e in ledger.serving() if "weights" in ledger.engines[e].awake]
+    return max(1, len(awake) if update.quorum is None else update.quorum)
+
+
 def enter(stage: AnyStage, ledger: Ledger, out: Out) -> set[int]:
     """Issue the commands of ``stage``; their ids, which must be answered before it is over."""
     engines = [ledger.engines[e] for e in getattr(stage, "engines", ()) if ledger.engines[e].serving]
@@ -111,7 +126,7 @@ def enter(stage: AnyStage, ledger: Ledger, out: Out) -> set[int]:
                 ids.add(issue(ledger, Pause(next_id(ledger), e.id), out))
         case Reopen():
             for e in engines:
-                e.open = True
+                e.open = e.installed >= 0
                 if e.paused:
                     e.paused = False
                     ids.add(issue(ledger, Resume(next_id(ledger), e.id), out))
@@ -154,10 +169,12 @@ def enter(stage: AnyStage, ledger: Ledger, out: Out) -> set[int]:
             ids.add(issue(ledger, Transfer(next_id(ledger), u.version, targets, u.transport, u.bucket), out))
         case Announce():
             assert ledger.update is not None
-            ledger.v = ledger.update.version
-            ledger.unpublished = 0
-            ledger.at_publish = copy(ledger.counters)
-            out.append(Publish(ledger.v, [e for e in ledger.update.engines if ledger.engines[e].serving]))
+            holders = [e for e in ledger.serving() if ledger.engines[e].installed == ledger.x]
+            if ledger.v < ledger.x and len(holders) >= _quorum(ledger.update, ledger):
+                ledger.v = ledger.x
+                ledger.unpublished = 0
+                ledger.at_publish = copy(ledger.counters)
+                out.append(Publish(ledger.v, holders))
         case Farewell():
             stop(ledger, "", out)
         case _:

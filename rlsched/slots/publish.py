@@ -11,7 +11,10 @@ from ..slot import Slot
 
 
 class EveryVersion(Slot, frozen=True):
-    """Install each version on all serving engines as soon as it is trained."""
+    """Install each version on all serving engines as soon as it is trained.
+
+    An engine that comes up, or was lent and comes back, is behind and gets the trained version, too.
+    """
 
     transport: Transport = "broadcast"
     """``broadcast``: NCCL on GPUs, gloo on CPUs; ``ipc``: CUDA IPC, or shared memory on CPUs."""
@@ -21,15 +24,19 @@ class EveryVersion(Slot, frozen=True):
     """Fate of running requests."""
     flush: bool = True
     """Forget cached KV after an install."""
+    rolling: bool = False
+    """One engine after the other, while the others generate; the version is published with the last."""
 
     def __post_init__(self) -> None:
         if self.bucket_mb < 1:
             raise InputError(f"publish.bucket_mb is {self.bucket_mb}: it must be at least 1")
 
     def decide(self, state: None, ledger: Ledger) -> Install | None:
-        if ledger.x == ledger.v:
+        behind = ledger.behind()
+        if not behind:
             return None
-        return Install(ledger.x, ledger.serving(), self.transport, self.bucket_mb * 2**20, self.fate, self.flush)
+        engines = behind[:1] if self.rolling else behind
+        return Install(ledger.x, engines, self.transport, self.bucket_mb * 2**20, self.fate, self.flush)
 
     def promises(self, shape: Shape) -> Promises:
         return Promises(partial=self.fate, flush=self.flush)
