@@ -2,6 +2,8 @@
 
 from collections import deque
 
+from msgspec.structs import replace
+
 from .commands import Abort, AbortFate, Command, Generate, Stop, Train
 from .decisions import Start, Verdict
 from .facts import (
@@ -18,6 +20,7 @@ from .facts import (
 )
 from .ledger import Engine, Group, Ledger, Prompt, Rollout, Span
 from .notes import Accept, Admit, Cancel, Drop, Go, Note, Reject, Wait
+from .stages import without
 
 Out = list[Command | Note]
 
@@ -211,7 +214,7 @@ def _take(ledger: Ledger, prompt: int, queue: str) -> int:
 
 def _segment(ledger: Ledger, fact: Segment, out: Out) -> None:
     rollout = ledger.rollouts.get(fact.rollout)
-    if rollout is None or rollout.state != "live" or rollout.engine != fact.engine:
+    if rollout is None or rollout.state != "live" or rollout.by != fact.by:
         ledger.counters.ignored += 1
         return
     if fact.n:
@@ -324,6 +327,10 @@ def _down(ledger: Ledger, fact: Down, out: Out) -> None:
         return
     engine = ledger.engines[fact.engine]
     engine.serving = engine.open = False
+    for track in ledger.tracks.values():
+        track.stages[:] = [without(stage, engine.id) for stage in track.stages]
+    if ledger.update is not None:
+        ledger.update = replace(ledger.update, engines=[e for e in ledger.update.engines if e != engine.id])
     engine.installed = -1
     for r in sorted(engine.live):
         ledger.recalled.pop(r, None)
@@ -342,6 +349,6 @@ def _down(ledger: Ledger, fact: Down, out: Out) -> None:
 
 def _up(ledger: Ledger, fact: Up) -> None:
     """The engine waits for a version; the publish slot sees it among those behind."""
-    engine = ledger.engines[fact.engine]
-    if not engine.serving:
-        ledger.engines[fact.engine] = Engine(fact.engine, open=False)
+    engine = ledger.engines.get(fact.engine)
+    if engine is not None and not engine.serving:
+        ledger.engines[fact.engine] = Engine(fact.engine, open=False, awake=set())

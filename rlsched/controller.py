@@ -115,8 +115,8 @@ class Controller:
 
     def _publish(self) -> bool:
         ledger = self.ledger
-        if not ledger.trainer_free or ledger.closing or ledger.index:
-            return False  # in the middle of a version the trainer's weights are no version's
+        if not ledger.trainer_free or ledger.closing:
+            return False
         update = self._call("publish", (Install, type(None)))
         if update is None:
             return False
@@ -129,8 +129,8 @@ class Controller:
 
     def _select(self) -> bool:
         ledger = self.ledger
-        if not ledger.trainer_free or ledger.closing:
-            return False
+        if not ledger.trainer_free or ledger.closing or ledger.x > ledger.v:
+            return False  # a version is published before the next is begun
         choice = self._call("select", (Batch, Wait))
         if isinstance(choice, Wait):
             wait(ledger, "trainer", choice.why, self._out)
@@ -182,7 +182,8 @@ class Controller:
         elif ledger.update is not None:
             homes = {d.id for d in known.values() if d.engine in ledger.update.engines}
             away = {d for d in homes if ledger.holders[d] == "trainer"}
-            if not away <= {m.device for m in giving}:
+            giving = [m for m in giving if m.device in away]
+            if away != {m.device for m in giving}:
                 return False
             ledger.tracks["weights"] = Track(installing(ledger.update, giving, ledger))
         elif moves and not ledger.closing:
@@ -234,6 +235,8 @@ class Controller:
         ledger.counters.dispatched += sent
         for (engine, _), works in batches.items():
             command = Generate(next_id(ledger), engine, works)
+            for work in works:
+                ledger.rollouts[work.rollout].by = command.id
             ledger.pending[command.id] = len(works)
             issue(ledger, command, self._out)
         return sent > 0

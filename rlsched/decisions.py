@@ -53,12 +53,12 @@ class Verdict(Struct, frozen=True):
 
 
 class Install(Struct, frozen=True):
-    """Bring ``version`` to ``engines``, in buckets of at most ``bucket`` bytes.
+    """Bring ``version``, the trained one, to ``engines``, in buckets of at most ``bucket`` bytes.
 
-    ``fate`` is that of running requests: ``drain`` waits for them, ``resume`` aborts them and sends
-    prompt and tokens so far again, ``restart`` aborts them and throws the tokens away. ``flush``
-    forgets all cached KV. The version is published once ``quorum`` of the serving engines hold it
-    (None: all of them).
+    An engine that comes up amid the making of the next version wants it, too. ``fate`` is that of
+    running requests: ``drain`` waits for them, ``resume`` aborts them and sends prompt and tokens so
+    far again, ``restart`` aborts them and throws the tokens away. ``flush`` forgets all cached KV.
+    The version is published once ``quorum`` of the serving engines hold it (None: all of them).
     """
 
     version: int

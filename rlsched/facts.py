@@ -127,7 +127,7 @@ class Down(Fact, frozen=True, tag="down"):
 
 
 class Up(Fact, frozen=True, tag="up"):
-    """``engine`` is back, empty: it holds no version, and takes no requests until one is installed."""
+    """``engine`` is back with nothing allocated: it needs waking, and a version, before it takes requests."""
 
     engine: int
 

@@ -35,6 +35,8 @@ class Rollout(Struct):
     state: RolloutState = "waiting"
     engine: int | None = None
     """Where it is live, or was last."""
+    by: int = 0
+    """The ``Generate`` under which it is live, or was last."""
     cause: Literal["new", "resume", "restart", "retry"] = "new"
     """Why it waits for an engine."""
     spans: list[Span] = []

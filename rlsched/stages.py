@@ -5,6 +5,7 @@ over when all of them are answered and its condition holds. What each does is in
 """
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from .commands import AbortFate, Part, Tag
 
@@ -122,3 +123,9 @@ class Track(Struct):
     stages: list[AnyStage]
     entered: bool = False
     awaiting: set[int] = set()
+
+
+def without(stage: AnyStage, engine: int) -> AnyStage:
+    """The same stage, but for an engine that went down. Should it come up again, it is not meant any more."""
+    engines = getattr(stage, "engines", ())
+    return replace(stage, engines=[e for e in engines if e != engine]) if engine in engines else stage

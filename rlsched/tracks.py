@@ -46,7 +46,7 @@ def training(moves: list[Move], ledger: Ledger) -> list[AnyStage]:
 
 def installing(update: Install, moves: list[Move], ledger: Ledger) -> list[AnyStage]:
     """Bring an update to engines that are awake, and to sleeping ones that get their devices back."""
-    asleep = _engines(moves, ledger)
+    asleep = [e for e in update.engines if "weights" not in ledger.engines[e].awake]
     awake = [e for e in update.engines if e not in asleep]
     leaving = list(moves[0].offload) if moves else []
     return [
@@ -56,7 +56,7 @@ def installing(update: Install, moves: list[Move], ledger: Ledger) -> list[AnySt
         *([FlushCaches(awake)] if awake and update.flush else []),
         Announce(),
         *([PutAway(leaving[1:]), WakeUp(asleep, ["kv"]), Hand([m.device for m in moves], False)] if asleep else []),
-        Reopen(sorted({*update.engines, *asleep})),
+        Reopen(update.engines),
     ]
 
 
@@ -165,8 +165,8 @@ def enter(stage: AnyStage, ledger: Ledger, out: Out) -> set[int]:
         case Send():
             assert ledger.update is not None
             u = ledger.update
-            targets = [e for e in u.engines if ledger.engines[e].serving]
-            ids.add(issue(ledger, Transfer(next_id(ledger), u.version, targets, u.transport, u.bucket), out))
+            if u.engines:
+                ids.add(issue(ledger, Transfer(next_id(ledger), u.version, u.engines, u.transport, u.bucket), out))
         case Announce():
             assert ledger.update is not None
             holders = [e for e in ledger.serving() if ledger.engines[e].installed == ledger.x]

@@ -130,6 +130,28 @@ class Control(Struct, frozen=True, forbid_unknown_fields=True):
     """Seconds that a flush takes."""
 
 
+class Crash(Struct, frozen=True, forbid_unknown_fields=True):
+    """An engine is gone, with everything inside it, and comes back empty."""
+
+    engine: int
+    """Which engine."""
+    at_s: float
+    """Seconds from the run's start; what is to happen at the very instant happens in the seed's order."""
+    down_s: float
+    """Seconds until it is up again."""
+
+
+class Faults(Struct, frozen=True, forbid_unknown_fields=True):
+    """What goes wrong."""
+
+    crashes: tuple[Crash, ...] = ()
+    """Crashes of engines."""
+    repeat: float = 0.0
+    """Share of segments, scores and answers that are told a second time, 0 … 1."""
+    repeat_s: float = 0.0
+    """Seconds until they are."""
+
+
 class Scenario(Struct, frozen=True, forbid_unknown_fields=True):
     """A simulated run but for its policy."""
 
@@ -140,6 +162,7 @@ class Scenario(Struct, frozen=True, forbid_unknown_fields=True):
     transport: TransportCosts = TransportCosts()
     memory: MemoryCosts = MemoryCosts()
     control: Control = Control()
+    faults: Faults = Faults()
 
     def __post_init__(self) -> None:
         for table in ("engine", "trainer", "transport", "memory", "control"):
@@ -156,6 +179,11 @@ class Scenario(Struct, frozen=True, forbid_unknown_fields=True):
                 raise InputError(f"transport.{name} is {getattr(self.transport, name)}: it must be positive")
         if self.memory.offload_gbps <= 0:
             raise InputError(f"memory.offload_gbps is {self.memory.offload_gbps}: it must be positive")
+        if not 0 <= self.faults.repeat <= 1 or self.faults.repeat_s < 0:
+            raise InputError("faults.repeat must be within 0 … 1 and faults.repeat_s at least 0")
+        for crash in self.faults.crashes:
+            if crash.at_s < 0 or crash.down_s <= 0:
+                raise InputError(f"faults.crashes: {crash}: at_s must be at least 0 and down_s positive")
         if engine.step_s <= 0:
             raise InputError(f"engine.step_s is {engine.step_s}: a step takes time")
         prompt, new = self.workload.longest(self.shape.budget)

@@ -1,9 +1,10 @@
 """A simulated engine behind its control channel: commands become its inputs, its outcomes facts."""
 
+from collections.abc import Callable
 from typing import Protocol
 
 from rlsched.commands import Abort, Command, Flush, Generate, Pause, Resume, Sleep, Wake, Work
-from rlsched.facts import AnyFact, Done, Resident, Segment
+from rlsched.facts import AnyFact, Done, Down, Resident, Segment, Up
 
 from . import engine as core
 from .batching import Limits
@@ -18,6 +19,7 @@ class Host(Protocol):
 
     clock: Clock
     scenario: Scenario
+    engine: Callable[[Limits, StepCosts], core.Engine]
 
     def post(self, fact: AnyFact) -> None:
         """Record a fact and act on what follows."""
@@ -37,37 +39,59 @@ class Server:
         self.id = id
         self.version = 0
         """Version installed; -1 while an update is under way, or after the weights were discarded."""
+        self.life = 0
+        """Counts crashes: what an earlier life began never ends."""
+        self.up = True
         self._world = world
         self._device = device
         self._name = f"engine-{id}"
-        self._engine = core.Engine(
-            Limits(
-                max_num_seqs=costs.max_num_seqs,
-                max_batch_tokens=costs.max_batch_tokens,
-                num_blocks=costs.kv_blocks,
-                block_size=costs.block_size,
-            ),
-            StepCosts.from_seconds(step=costs.step_s, seq=costs.seq_s, kv=costs.kv_s, prompt=costs.prompt_s),
+        self._costs = StepCosts.from_seconds(step=costs.step_s, seq=costs.seq_s, kv=costs.kv_s, prompt=costs.prompt_s)
+        self._limits = Limits(
+            max_num_seqs=costs.max_num_seqs,
+            max_batch_tokens=costs.max_batch_tokens,
+            num_blocks=costs.kv_blocks,
+            block_size=costs.block_size,
         )
+        self._fresh()
+        self._latency = max(NANOSECOND, ps(world.scenario.control.latency_s))
+        self._submit = ps(world.scenario.control.submit_s)
+        self._clear = 0
+
+    def _fresh(self) -> None:
+        """Nothing inside."""
+        self._engine = self._world.engine(self._limits, self._costs)
         self._due: int | None = None
         self._cause: dict[int, int] = {}
         self._left: dict[int, int] = {}
         self._have: dict[int, int] = {}
         self._acks: dict[int, int] = {}
-        self._latency = max(NANOSECOND, ps(world.scenario.control.latency_s))
-        self._submit = ps(world.scenario.control.submit_s)
-        self._clear = 0
 
-    @property
-    def busy(self) -> int:
-        """Picoseconds spent in steps."""
-        return self._engine.busy
+    def crash(self, down: int) -> None:
+        """Lose everything, and come back empty after ``down`` picoseconds. One that is down stays so."""
+        if not self.up:
+            return
+        self.up, self.version = False, -1
+        self.life += 1
+        self._fresh()
+        world = self._world
+        world.post(Down(world.clock.stamp, self.id, "crashed"))
+
+        def rise() -> None:
+            self.up = True
+            world.post(Up(world.clock.stamp, self.id))
+
+        world.clock.call(down, self._name, rise)
+
+    def _call(self, delay: int, function: Callable[[], object]) -> None:
+        """Call ``function`` after ``delay`` picoseconds, if the engine is still in this life."""
+        life = self.life
+        self._world.clock.call(delay, self._name, lambda: function() if life == self.life else None)
 
     def take(self, command: Command) -> None:
         """Send ``command`` down the channel. None overtakes another."""
         now = self._world.clock.now
         self._clear = max(self._clear, now + self._latency + (self._submit if isinstance(command, Generate) else 0))
-        self._world.clock.call(self._clear - now, self._name, lambda: self._act(command))
+        self._call(self._clear - now, lambda: self._act(command))
 
     def _act(self, command: Command) -> None:
         now, control = self._world.clock.now, self._world.scenario.control
@@ -113,21 +137,22 @@ class Server:
                 world.post(Resident(world.clock.stamp, by, self._device, "engine", part, size))  # type: ignore[arg-type]
             world.post(Done(world.clock.stamp, by))
 
-        self._world.clock.call(ps(seconds), self._name, tell)
+        self._call(ps(seconds), tell)
 
     def _later(self, delay: int, done: Done) -> None:
         world = self._world
-        world.clock.call(delay, self._name, lambda: world.post(Done(world.clock.stamp, done.cmd, done.ok, done.why)))
+        self._call(delay, lambda: world.post(Done(world.clock.stamp, done.cmd, done.ok, done.why)))
 
     def _schedule(self) -> None:
         """Have the engine's next boundary fired, unless it already will be."""
         due = self._engine.next_t
         if due is not None and due != self._due:
             self._due = due
-            self._world.clock.call_last(due - self._world.clock.now, lambda: self._fire(due))
+            engine = self._engine
+            self._world.clock.call_last(due - self._world.clock.now, lambda: self._fire(engine, due))
 
-    def _fire(self, due: int) -> None:
-        if self._engine.next_t != due or self._due != due:
+    def _fire(self, engine: core.Engine, due: int) -> None:
+        if engine is not self._engine or engine.next_t != due or self._due != due:
             return
         self._due = None
         outcomes = self._engine.boundary(due)

@@ -35,6 +35,8 @@ def _comment(doc: str) -> list[str]:
 
 
 def _toml(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_toml, value))}]"
     return f'"{value}"' if isinstance(value, str) else repr(value)
 
 

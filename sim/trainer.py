@@ -65,9 +65,9 @@ class Trainer:
     def _transfer(self, command: Transfer) -> Process:
         """Bucket by bucket, to all engines at once."""
         world, costs = self._world, self._world.scenario.transport
-        servers = [world.servers[e] for e in command.engines]
         yield world.clock.wait(self._latency, "trainer")
-        for s in servers:
+        begun = {s: s.life for e in command.engines if (s := world.servers[e]).up}
+        for s in begun:
             s.version = -1
             world.post(Updating(world.clock.stamp, command.id, s.id, command.version))
         yield world.clock.wait(ps(costs.begin_s(command.transport)), "trainer")
@@ -75,9 +75,9 @@ class Trainer:
         for index, size in enumerate(sizes):
             duration = ps(costs.bucket_s(command.transport, size))
             yield world.clock.wait(duration, "trainer")
-            for s in servers:
+            for s in _standing(begun):
                 world.post(Bucket(world.clock.stamp, command.id, s.id, index, size, duration // NANOSECOND))
-        for s in servers:
+        for s in _standing(begun):
             s.version = command.version
             world.post(Installed(world.clock.stamp, command.id, s.id, command.version, sum(sizes)))
         world.post(Done(world.clock.stamp, command.id))
@@ -94,6 +94,11 @@ class Trainer:
                 if d.trainer:
                     world.post(Resident(world.clock.stamp, by, d.id, "trainer", part, size * times))
         world.post(Done(world.clock.stamp, by))
+
+
+def _standing(begun: dict[Server, int]) -> list[Server]:
+    """The servers that have not crashed since they began to take the update in."""
+    return [s for s, life in begun.items() if s.life == life]
 
 
 def phases(scenario: Scenario, tokens: int, shards: int) -> list[tuple[str, float]]:

@@ -4,20 +4,25 @@ from collections.abc import Callable
 
 import simpy
 from msgspec import Struct, to_builtins
+from msgspec.structs import astuple, replace
 
 from rlsched.commands import Command, Load, Offload, Stop, Timer, Train, Transfer, Work
 from rlsched.controller import Controller
 from rlsched.errors import InputError
-from rlsched.facts import AnyFact, Begin, Done, End, Installed, Scored
+from rlsched.facts import AnyFact, Begin, Done, End, Installed, Scored, Segment
 from rlsched.history import Line
+from rlsched.keyed import uniform
 from rlsched.manifest import Manifest, manifest
 from rlsched.notes import Admit, Cancel, Drop, Note, Reject
 from rlsched.policy import Policy
 from rlsched.session import Session
 
+from .batching import Limits
 from .clock import NANOSECOND, Clock, ps
+from .costs import StepCosts
+from .engine import Engine
 from .memory import at_setup
-from .scenario import GB, Scenario
+from .scenario import GB, Crash, Scenario
 from .server import Server
 from .trainer import Trainer
 
@@ -34,8 +39,16 @@ class Group(Struct):
 class World:
     """One simulated run. ``record`` gets every line of the history after the manifest."""
 
-    def __init__(self, scenario: Scenario, policy: Policy, seed: int, record: Callable[[Line], None]) -> None:
+    def __init__(
+        self,
+        scenario: Scenario,
+        policy: Policy,
+        seed: int,
+        record: Callable[[Line], None],
+        engine: Callable[[Limits, StepCosts], Engine] = Engine,
+    ) -> None:
         self.scenario = scenario
+        self.engine = engine
         self.clock = Clock(seed)
         self.manifest = describe(scenario, policy, seed)
         self.devices = self.manifest.devices
@@ -55,6 +68,10 @@ class World:
         for engine in self.servers:
             self.post(Installed(0, 0, engine, 0, size))
         self.post(Begin(0))
+        for crash in self.scenario.faults.crashes:
+            if crash.engine not in self.servers:
+                raise InputError(f"faults.crashes names engine {crash.engine}; there are {len(self.servers)}")
+            self._crash(crash)
         while self._session.ended is None:
             try:
                 self.clock.env.step()
@@ -65,6 +82,17 @@ class World:
     def post(self, fact: AnyFact) -> None:
         """Record a fact, and set in motion what the controller answers. Nothing acts in this instant."""
         for line in self._session.post(fact):
+            self._take(line)
+        faults = self.scenario.faults
+        if faults.repeat and isinstance(fact, Segment | Scored | Done) and self._repeats(fact):
+            self.clock.call(ps(faults.repeat_s), "repeat", lambda: self._tell_again(fact))
+
+    def _repeats(self, fact: Segment | Scored | Done) -> bool:
+        words = tuple(map(str, astuple(fact)[1:]))
+        return uniform(self._seed, "repeat", *words) < self.scenario.faults.repeat
+
+    def _tell_again(self, fact: Segment | Scored | Done) -> None:
+        for line in self._session.post(replace(fact, t=self.clock.stamp)):
             self._take(line)
 
     def lengths(self, work: Work) -> tuple[int, int]:
@@ -90,6 +118,10 @@ class World:
             self.clock.call(delay, entity, lambda: self.post(Scored(self.clock.stamp, rollout, keep=keep)))
         else:
             self.post(Scored(self.clock.stamp, rollout, keep=keep))
+
+    def _crash(self, crash: Crash) -> None:
+        server, down = self.servers[crash.engine], ps(crash.down_s)
+        self.clock.call(ps(crash.at_s), f"crash-{crash.engine}", lambda: server.crash(down))
 
     def _take(self, line: Command | Note) -> None:
         match line:

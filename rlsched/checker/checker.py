@@ -80,6 +80,8 @@ def _alive(state: State, seen: Seen, event: Line) -> None:
 
 def _done(state: State, line: int, event: Done) -> None:
     """A command is answered."""
+    if state.again(event.cmd, event.ok, event.why):
+        return
     seen = Seen(line, event)
     order = state.open.pop(event.cmd, None)
     if order is None:
@@ -108,6 +110,7 @@ _FACTS: dict[type, Callable[[State, int, Any], None]] = {
     facts.Done: _done,
     facts.Observed: _nothing,
     facts.Down: engines.down,
+    facts.Up: engines.up,
     facts.End: course.end,
 }
 _NOTED: dict[type, Callable[[State, int, Any], None]] = {

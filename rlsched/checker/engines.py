@@ -1,7 +1,7 @@
 """Engines: standing still, flushing, and going down (PAUSE, FLUSH)."""
 
 from ..commands import Flush, Load, Offload, Pause, Resume, Train, Transfer
-from ..facts import Down
+from ..facts import Down, Up
 from .causes import about
 from .generation import lost
 from .report import Seen
@@ -63,6 +63,21 @@ def down(state: State, line: int, event: Down) -> None:
             for part in ("weights", "kv"):
                 state.memory.get(device, {}).pop(part, None)
         closed = [o for o in state.open.values() if getattr(o.event, "engine", None) == event.engine]
+    for order in state.open.values():
+        if isinstance(order.event, Transfer):
+            order.left.discard(-1 if event.engine is None else event.engine)
     state.fallen = seen
     for order in closed:
         del state.open[order.event.id]
+
+
+def up(state: State, line: int, event: Up) -> None:
+    """An engine is back, with nothing allocated and no version."""
+    seen = Seen(line, event)
+    engine = state.engines.get(event.engine)
+    if engine is None or engine.up:
+        what = "isn't there" if engine is None else "was not down"
+        state.broken("CAUSE", f"engine {event.engine} is up, but it {what}", seen)
+        return
+    engine.up, engine.discarded, engine.installed = True, seen, None
+    engine.asleep = {"weights": seen, "kv": seen}

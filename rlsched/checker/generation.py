@@ -24,6 +24,8 @@ def generate(state: State, order: Order, event: Generate) -> None:
 
 def segment(state: State, line: int, event: Segment) -> None:
     """An engine made tokens of a rollout, or gave it back."""
+    if state.again(event.by, event.rollout, event.engine, event.version, event.n, event.end):
+        return
     order = cause(state, line, event, Generate)
     rollout = state.rollouts.get(event.rollout)
     if rollout is None or rollout.order is None:
@@ -90,6 +92,8 @@ def aborted(state: State, order: Order, event: Abort, done: Seen) -> None:
 
 def scored(state: State, line: int, event: Scored) -> None:
     """A finished rollout got its reward. One whose group is over may get it late."""
+    if state.again(event.rollout, event.reward, event.keep):
+        return
     rollout = state.rollouts.get(event.rollout)
     if rollout is None:
         if not 0 <= event.rollout < state.next_rollout:
@@ -139,6 +143,9 @@ def _dispatch(state: State, order: Order, engine: Engine, rollout: Rollout, work
     if work.have > shape.budget:
         text = f"rollout {rollout.id} was dispatched with {work.have} tokens, over the budget of {shape.budget}"
         state.broken("BUDGET", text, order.seen)
+    if engine.version < state.published - state.manifest.promises.skew:
+        text = f"rollout {rollout.id} goes to engine {engine.id}, which has version {engine.version}"
+        state.broken("REPLICA", f"{text}; published is {state.published}", state.published_by, order.seen)
     if group.kind == "train":
         if state.manifest.promises.quiet and state.unpublished:
             version, making = next(iter(state.unpublished.items()))

@@ -14,6 +14,7 @@ INVARIANTS: dict[str, str] = {
     "WEIGHTS": "After a level-2 sleep no token is made until weights are installed.",
     "FLUSH": "Under the flush promise the KV cache is flushed, or slept away, between an install and the next token.",
     "PAUSE": "No rollout finishes on an engine that stands still; pause and resume alternate.",
+    "REPLICA": "A request goes to an engine that holds the published version, or one at most `skew` older.",
     "ABORT": "An abort is done when each rollout that it names has come back; no other rollout is aborted.",
     "BUDGET": "The tokens of a rollout stay within the budget, and a request says rightly how many exist.",
     "PARTIAL": "Under restart and drain a trained rollout is of one version; under resume its tokens are kept.",

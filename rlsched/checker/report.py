@@ -46,6 +46,8 @@ class Report(Struct):
     """All violations, by invariant; those that were not kept included."""
     events: int = 0
     """Events read, so that a check that passed because it read nothing shows."""
+    repeated: int = 0
+    """Segments, scores and answers that were told again, word for word but for their time."""
     open: bool = True
     """The history has no ``End``: conditions on its end were not checked."""
 

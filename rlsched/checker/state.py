@@ -15,7 +15,7 @@ from ..notes import Kind
 from .report import Report, Seen
 
 REMEMBERED = 4096
-"""Terminal groups whose last event is kept to show what came too late for them."""
+"""Terminal groups whose last event is kept to show what came too late for them, and facts that may be repeated."""
 
 
 class Order(Struct):
@@ -129,6 +129,8 @@ class State(Struct):
     fallen: Seen | None = None
     """The last Down."""
 
+    told: dict[tuple[object, ...], None] = field(default_factory=dict)
+    """The last segments, scores and answers, without their times."""
     commands: int = 0
     """The last command id."""
     open: dict[int, Order] = field(default_factory=dict)
@@ -175,6 +177,16 @@ class State(Struct):
     def broken(self, id: str, statement: str, *witness: Seen | None) -> None:
         """Report a violation of invariant ``id``."""
         self.report.add(id, statement, tuple(seen for seen in witness if seen is not None))
+
+    def again(self, *words: object) -> bool:
+        """Whether a fact of these ``words`` was told lately, and so is a repetition; remembers them."""
+        if words in self.told:
+            self.report.repeated += 1
+            return True
+        self.told[words] = None
+        if len(self.told) > REMEMBERED:
+            del self.told[next(iter(self.told))]
+        return False
 
     def fate(self, group: int) -> tuple[str, Seen | None]:
         """Why ``group`` isn't remembered, in words, and the event that ended it if that is."""

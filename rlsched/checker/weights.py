@@ -104,12 +104,16 @@ def publish(state: State, line: int, event: Publish) -> None:
         state.broken("MONO", text, state.published_by, seen)
     if event.version > state.trained:
         state.broken("PUBLISH", f"version {event.version} is published, trained are {state.trained}", seen)
-    serving = [engine.id for engine in state.engines.values() if engine.up]
-    if sorted(event.engines) != sorted(serving):
-        text = f"version {event.version} is published for engines {event.engines}; serving are {serving}"
+    skew = state.manifest.promises.skew
+    serving = [engine for engine in state.engines.values() if engine.up and "weights" not in engine.asleep]
+    strange = {*event.engines} - {engine.id for engine in serving}
+    if strange or not event.engines:
+        text = f"version {event.version} is published for engines {event.engines}; {sorted(strange)} don't serve"
         state.broken("PUBLISH", text, seen)
-    for e in serving:
-        _holds(state, state.engines[e], event.version, seen)
+    for engine in serving:
+        lag = 0 if engine.id in event.engines else skew
+        if engine.version < event.version - lag:
+            _holds(state, engine, event.version, seen)
     state.published, state.published_by = max(state.published, event.version), seen
     for version in [v for v in state.unpublished if v <= event.version]:
         del state.unpublished[version]
