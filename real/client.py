@@ -270,6 +270,10 @@ class EngineClient(Client):
         """Take one bucket from the broadcast group."""
         return await self._channel.call(commands.ReceiveBucket(bucket_bytes, index), answers.Moved)
 
+    async def read_bucket(self, path: str, bucket_bytes: int, index: int) -> answers.Moved:
+        """Read one bucket out of a checkpoint file."""
+        return await self._channel.call(commands.ReadBucket(path, bucket_bytes, index), answers.Moved)
+
     async def end_update(self, version: int) -> answers.Updated:
         """Close the update."""
         return await self._channel.call(commands.EndUpdate(version), answers.Updated)
@@ -334,3 +338,7 @@ class TrainerClient(Client):
     async def send(self, bucket_bytes: int, index: int, version: int) -> answers.Moved:
         """Send one bucket to the broadcast group."""
         return await self._channel.call(commands.SendBucket(bucket_bytes, index, version), answers.Moved)
+
+    async def save(self, path: str, version: int) -> answers.Moved:
+        """Write the weights to a checkpoint file, whole or not at all."""
+        return await self._channel.call(commands.SaveCheckpoint(path, version), answers.Moved)

@@ -91,6 +91,14 @@ class ReceiveBucket(Message, frozen=True):
     index: int
 
 
+class ReadBucket(Message, frozen=True):
+    """Read one bucket out of a checkpoint file and copy it. Answer: `Moved`."""
+
+    path: str
+    bucket_bytes: int
+    index: int
+
+
 class EndUpdate(Message, frozen=True):
     """Close the update; refused, and the weights stay unusable, if any byte is missing. Answer: `Updated`."""
 
@@ -160,6 +168,13 @@ class SendBucket(Message, frozen=True):
     version: int
 
 
+class SaveCheckpoint(Message, frozen=True):
+    """Write the weights called `version` to a file, which appears whole or not at all. Answer: `Moved`."""
+
+    path: str
+    version: int
+
+
 class Evaluate(Message, frozen=True):
     """The trainer's own log-probabilities of these outputs under its present weights. Answer: `Evaluated`."""
 
@@ -217,6 +232,7 @@ Command = (
     | BeginUpdate
     | CopyBucket
     | ReceiveBucket
+    | ReadBucket
     | EndUpdate
     | Trace
     | Train
@@ -225,6 +241,7 @@ Command = (
     | Offer
     | PackBucket
     | SendBucket
+    | SaveCheckpoint
     | Evaluate
     | Load
     | Reset

@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -132,6 +133,8 @@ class Trainer:
                 return answers.Offered(len(self._weights.buckets(bucket_bytes)), self._weights.checksum())
             case commands.SendBucket(bucket_bytes, index, version):
                 return self._send(bucket_bytes, index, version)
+            case commands.SaveCheckpoint(path, version):
+                return self._save(path, version)
             case commands.HostGroup():
                 return answers.Hosted(self._group.host())
             case commands.JoinGroup(address, rank, world_size, timeout_s):
@@ -253,6 +256,11 @@ class Trainer:
         began = time.monotonic_ns()
         sent = self._group.send(self._weights, self._weights.buckets(bucket_bytes)[index])
         return answers.Moved(sent, time.monotonic_ns() - began)
+
+    def _save(self, path: str, version: int) -> answers.Moved:
+        self._require(version)
+        began = time.monotonic_ns()
+        return answers.Moved(self._weights.save(Path(path)), time.monotonic_ns() - began)
 
     def _shift(self, parts: list[str], away: bool) -> answers.Shifted:
         unknown = set(parts) - set(PARTS)

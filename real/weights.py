@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from .commands import Piece
 from .transport import Tensor, plan
@@ -56,6 +58,23 @@ class WeightSet:
             part = self._slice(piece)
             part.copy_(window(buffer, piece, part))
             size += part.numel() * part.element_size()
+        return size
+
+    def save(self, path: Path) -> int:
+        """Write all parameters to a safetensors file, which appears at `path` whole or not at all; their bytes."""
+        part = path.with_name(f"{path.name}.part")
+        save_file({name: p.detach().contiguous() for name, p in self.parameters.items()}, part)
+        part.replace(path)
+        return self.nbytes
+
+    def read(self, path: Path, pieces: Sequence[Piece]) -> int:
+        """Copy the pieces out of a safetensors file into the parameters, in place; the number of parameter bytes."""
+        size = 0
+        with safe_open(path, framework="pt") as file:
+            for piece in pieces:
+                part = self._slice(piece)
+                part.copy_(file.get_tensor(piece.name).view(-1)[piece.start : piece.start + piece.count])
+                size += part.numel() * part.element_size()
         return size
 
     def checksum(self) -> str:

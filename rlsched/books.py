@@ -9,9 +9,13 @@ from .decisions import Start, Verdict
 from .facts import (
     AnyFact,
     Begin,
+    Bucket,
     Done,
     Down,
     Installed,
+    Observed,
+    Phase,
+    Resident,
     Scored,
     Segment,
     Trained,
@@ -25,16 +29,21 @@ from .stages import without
 Out = list[Command | Note]
 
 
-def fold(ledger: Ledger, fact: AnyFact, out: Out) -> None:
-    """Take ``fact`` into the ledger. Late and repeated facts are counted and otherwise ignored."""
+def fold(ledger: Ledger, fact: AnyFact, out: Out) -> bool:
+    """Take ``fact`` into the ledger. Late and repeated facts are counted and otherwise ignored.
+
+    False: nothing but the progress of running groups changed, which few slots heed.
+    """
     ledger.now = fact.t
     match fact:
         case Segment():
-            _segment(ledger, fact, out)
+            return _segment(ledger, fact, out)
         case Scored():
-            _scored(ledger, fact, out)
+            return _scored(ledger, fact, out)
         case Done():
-            _done(ledger, fact, out)
+            return _done(ledger, fact, out)
+        case Phase() | Bucket() | Resident() | Observed():
+            return False
         case Begin():
             ledger.begun = True
         case Updating() if fact.engine in ledger.engines:
@@ -49,6 +58,7 @@ def fold(ledger: Ledger, fact: AnyFact, out: Out) -> None:
             _up(ledger, fact)
         case _:
             pass
+    return True
 
 
 def issue(ledger: Ledger, command: Command, out: Out) -> int:
@@ -212,18 +222,18 @@ def _take(ledger: Ledger, prompt: int, queue: str) -> int:
     return 0
 
 
-def _segment(ledger: Ledger, fact: Segment, out: Out) -> None:
+def _segment(ledger: Ledger, fact: Segment, out: Out) -> bool:
     rollout = ledger.rollouts.get(fact.rollout)
     if rollout is None or rollout.state != "live" or rollout.by != fact.by:
         ledger.counters.ignored += 1
-        return
+        return False
     if fact.n:
         if rollout.spans and rollout.spans[-1].version == fact.version:
             rollout.spans[-1].n += fact.n
         else:
             rollout.spans.append(Span(fact.version, fact.n))
     if fact.end == "install":
-        return
+        return False
     ledger.engines[fact.engine].live.discard(rollout.id)
     if fact.by in ledger.pending:
         ledger.pending[fact.by] -= 1
@@ -241,26 +251,31 @@ def _segment(ledger: Ledger, fact: Segment, out: Out) -> None:
         rollout.cause = "restart" if fate == "restart" else "resume"
         rollout.interrupts += 1
         ledger.interrupted.append(rollout.id)
+    else:
+        return False
+    return True
 
 
-def _scored(ledger: Ledger, fact: Scored, out: Out) -> None:
+def _scored(ledger: Ledger, fact: Scored, out: Out) -> bool:
     rollout = ledger.rollouts.get(fact.rollout)
     if rollout is None or rollout.state != "finished" or ledger.groups[rollout.group].state != "running":
         ledger.counters.ignored += 1
-        return
+        return False
     group = ledger.groups[rollout.group]
     rollout.state = "scored"
     if not fact.keep:
         _reject(ledger, group, "filtered", out)
-        return
+        return True
     group.scored.append(rollout.id)
-    if len(group.scored) == group.need_n:
-        del ledger.running[group.id]
-        group.state = "accepted"
-        ledger.buffer[group.id] = ledger.now
-        ledger.counters.accepted += 1
-        out.append(Accept(group.id))
-        _spare(ledger, group, out)
+    if len(group.scored) < group.need_n:
+        return False
+    del ledger.running[group.id]
+    group.state = "accepted"
+    ledger.buffer[group.id] = ledger.now
+    ledger.counters.accepted += 1
+    out.append(Accept(group.id))
+    _spare(ledger, group, out)
+    return True
 
 
 def _spare(ledger: Ledger, group: Group, out: Out) -> None:
@@ -292,16 +307,17 @@ def _forget(ledger: Ledger, rollout: Rollout) -> None:
         del ledger.groups[group.id]
 
 
-def _done(ledger: Ledger, fact: Done, out: Out) -> None:
+def _done(ledger: Ledger, fact: Done, out: Out) -> bool:
     command = ledger.open.pop(fact.cmd, None)
     if command is None:
         ledger.counters.ignored += 1
-        return
+        return False
     for track in ledger.tracks.values():
         track.awaiting.discard(fact.cmd)
     match command:
         case Generate():
             ledger.pending.pop(command.id, None)
+            return False
         case Train() if fact.ok:
             if command.last:
                 ledger.x += 1
@@ -313,6 +329,7 @@ def _done(ledger: Ledger, fact: Done, out: Out) -> None:
                 close(ledger, ledger.groups[g], out)
         case _:
             pass
+    return True
 
 
 def _down(ledger: Ledger, fact: Down, out: Out) -> None:

@@ -35,6 +35,7 @@ class Controller:
         self.ledger.holders = {d.id: d.holder for d in devices}
         self.states: dict[str, Any] = {name: self._ask(name, slot.start, shape, seed) for name, slot in policy.slots()}
         self._stateful = [n for n, s in policy.slots() if type(s).observe is not Slot.observe]
+        self._heedful = any(getattr(s, "heeds_progress", True) for _, s in policy.slots())
         self._out: Out = []
 
     def handle(self, fact: AnyFact) -> list[Command | Note]:
@@ -43,16 +44,20 @@ class Controller:
         out = self._out
         if self.ledger.stopped:
             return out
-        fold(self.ledger, fact, out)
+        heard = fold(self.ledger, fact, out)
         for name in self._stateful:
             observe = getattr(self.policy, name).observe
             self.states[name] = self._ask(name, observe, self.states[name], fact, self.ledger)
         if isinstance(fact, Done) and not fact.ok:
             stop(self.ledger, fact.why or f"command {fact.cmd} failed", out)
-        elif self.ledger.begun and not self.ledger.stopped:
+        elif self.ledger.begun and not self.ledger.stopped and (heard or self._heedful or self._draining()):
             while self._settle():
                 pass
         return out
+
+    def _draining(self) -> bool:
+        """Some track has its answers and waits for rollouts to come back."""
+        return any(not track.awaiting for track in self.ledger.tracks.values())
 
     def _settle(self) -> bool:
         """One pass in the fixed order; whether anything changed."""

@@ -6,7 +6,7 @@ changes neither. ``promises`` is what the checker will hold the policy to.
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 from msgspec import Struct
 
@@ -22,6 +22,10 @@ Cause = Literal["new", "resume", "restart", "retry"]
 class Slot(Struct, frozen=True, forbid_unknown_fields=True):
     """Base of the slots that come with rlsched: no state, no promises. Fields are the policy's knobs."""
 
+    heeds_progress: ClassVar[bool] = True
+    """``decide`` reads how far running groups are (what is live, finished or scored of them). If no slot
+    of a policy does, none is asked after a fact that changed nothing else."""
+
     def start(self, shape: Shape, seed: int) -> Any:
         """The state before the first fact."""
         return None
@@ -33,6 +37,12 @@ class Slot(Struct, frozen=True, forbid_unknown_fields=True):
     def promises(self, shape: Shape) -> Promises:
         """What this slot guarantees, whatever the others do."""
         return Promises()
+
+
+class Aloof(Slot, frozen=True):
+    """Base of slots that heed only which groups run and which are finished, versions, devices and engines."""
+
+    heeds_progress: ClassVar[bool] = False
 
 
 class Common(Protocol):

@@ -26,6 +26,9 @@ class Host(Protocol):
     def tokens(self, rollout: int) -> tuple[int, int]:
         """Prompt and output tokens of a rollout."""
 
+    def trained(self, groups: list[int]) -> None:
+        """Groups were trained on."""
+
 
 class Trainer:
     """Runs one command at a time."""
@@ -60,6 +63,7 @@ class Trainer:
             world.post(Phase(world.clock.stamp, command.id, name, duration // NANOSECOND))
         self._u += costs.optimizer_steps
         world.post(Trained(world.clock.stamp, command.id, self._u, new))
+        world.trained(command.groups)
         world.post(Done(world.clock.stamp, command.id))
 
     def _transfer(self, command: Transfer) -> Process:

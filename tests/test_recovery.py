@@ -143,32 +143,35 @@ def answers_after(controller: Controller, facts: Iterable[AnyFact]) -> list[byte
     return [encode(line) for line in lines]
 
 
-@pytest.mark.xfail(strict=True, reason="bug: the ledger holds deques, which msgspec can't encode")
+@pytest.mark.xfail(strict=True, raises=TypeError, reason="bug: the ledger holds deques, which msgspec can't encode")
 def test_a_checkpoint_goes_on_with_the_same_commands() -> None:
     """The encoded ledger is the checkpoint: a fresh controller with it answers the rest of the facts alike."""
     seen = Tally()
 
     @unshrunk(60)
-    @given(scenarios(), policies() | ahead(), seeds(), st.floats(0, 1))
-    def holds(scenario: Scenario, policy: Policy, seed: int, where: float) -> None:
+    @given(scenarios(), policies() | ahead(), seeds(), st.integers(0, 2**20))
+    def holds(scenario: Scenario, policy: Policy, seed: int, where: int) -> None:
         facts = [fact for fact, _ in turns(run(scenario, policy, seed).events)]
-        cut = int(where * len(facts))
+        cut = where % len(facts)
         first = Controller(policy, scenario.shape, seed)
         for fact in facts[:cut]:
             first.handle(fact)
         second = Controller(policy, scenario.shape, seed)
         second.ledger = saved(first.ledger)
-        assert encode(second.ledger) == encode(first.ledger)
+        assert second.ledger == first.ledger
         middle = len(first.ledger.open) > 0 and 0 < first.ledger.v < scenario.shape.steps
+        track = bool(first.ledger.tracks)
         rest = answers_after(first, facts[cut:])
         assert answers_after(second, facts[cut:]) == rest
-        seen.add(middle=middle, track=bool(second.ledger.tracks), commands=bool(rest))
+        seen.add(middle=middle, track=track, commands=bool(rest))
 
     holds()
-    seen.demand(middle=0.3, commands=0.5)
+    seen.demand(middle=0.3, track=0.2, commands=0.5)
 
 
-@pytest.mark.xfail(strict=True, reason="bug: the state of a slot is not in the ledger, so a checkpoint loses it")
+@pytest.mark.xfail(
+    strict=True, raises=AttributeError, reason="bug: the state of a slot is not in the ledger, so a checkpoint loses it"
+)
 def test_a_checkpoint_holds_the_state_of_slots() -> None:
     policy = replace(eager(), admit=Eased())
     facts = [fact for fact, _ in turns(run(busy(), policy, 0).events)]

@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -182,6 +183,9 @@ class TransformersEngine:
             case commands.ReceiveBucket(bucket_bytes, index):
                 pieces = self._weights.buckets(bucket_bytes)[index]
                 return self._take(lambda: self._group.receive(self._weights, pieces))
+            case commands.ReadBucket(path, bucket_bytes, index):
+                pieces = self._weights.buckets(bucket_bytes)[index]
+                return self._take(lambda: self._weights.read(Path(path), pieces))
             case commands.EndUpdate(version):
                 return self._end_update(version)
             case commands.JoinGroup(address, rank, world_size, timeout_s):
@@ -331,7 +335,7 @@ class TransformersEngine:
             sleep_levels=self._residence.levels,
             sleep_frees=("weights", "kv"),
             wake_tags=("weights", "kv"),
-            transports=("shared", "broadcast"),
+            transports=("shared", "broadcast", "disk"),
             in_place_update=True,
             abort_partials=True,
             step_trace=True,

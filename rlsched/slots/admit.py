@@ -6,7 +6,7 @@ from ..decisions import Start
 from ..errors import InputError
 from ..ledger import Ledger
 from ..shape import Promises, Shape
-from ..slot import Slot
+from ..slot import Aloof
 from ..staleness import capacity
 
 
@@ -16,7 +16,7 @@ def starts(ledger: Ledger, n: int, extra: int = 0) -> list[Start]:
     return [Start(p.id, need, need + extra) for p in islice(ledger.upcoming(), max(0, n))]
 
 
-class Barrier(Slot, frozen=True):
+class Barrier(Aloof, frozen=True):
     """Admit one version's groups, B, when its predecessor is published, and then none until it is.
 
     verl's sync trainer. A rejected or dropped group is replaced at once.
@@ -30,7 +30,7 @@ class Barrier(Slot, frozen=True):
         return Promises(eta=0, concurrency=shape.B, on_policy=True)
 
 
-class Cap(Slot, frozen=True):
+class Cap(Aloof, frozen=True):
     """AReaL's staleness manager: admit while capacity remains.
 
     The cap limits how many groups are out, not how old one may be: see P1 and P2 in the invariants.

@@ -4,17 +4,17 @@ from ..decisions import Verdict
 from ..errors import InputError
 from ..ledger import Ledger
 from ..shape import Promises, Shape
-from ..slot import Slot, Trigger
+from ..slot import Aloof, Trigger
 
 
-class Never(Slot, frozen=True):
+class Never(Aloof, frozen=True):
     """Keep everything, as AReaL and verl's sync trainer do."""
 
     def decide(self, state: None, ledger: Ledger, trigger: Trigger) -> list[Verdict]:
         return []
 
 
-class AgeBound(Slot, frozen=True):
+class AgeBound(Aloof, frozen=True):
     """Drop what is older than ``bound`` versions when training on it could begin.
 
     verl's ``max_off_policy_threshold`` K with strategy ``drop`` is ``bound`` = K - 1. Dropping on

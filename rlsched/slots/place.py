@@ -7,12 +7,12 @@ from ..decisions import Move
 from ..errors import InputError
 from ..ledger import Ledger
 from ..shape import Device, Promises, Shape
-from ..slot import Slot
+from ..slot import Aloof
 
 PARTS: tuple[Part, ...] = ("parameters", "optimizer")
 
 
-class Colocated(Slot, frozen=True):
+class Colocated(Aloof, frozen=True):
     """Engines and trainer take turns on the same devices: verl's HYBRID mode.
 
     The trainer gets every device when a batch is selected, and the engines get theirs back with
@@ -52,7 +52,7 @@ class Colocated(Slot, frozen=True):
         return Promises(quiet=True)
 
 
-class Disaggregated(Slot, frozen=True):
+class Disaggregated(Aloof, frozen=True):
     """Engines and trainer have devices of their own: AReaL's mode."""
 
     engines: int | None = None

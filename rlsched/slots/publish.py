@@ -7,10 +7,10 @@ from ..decisions import Install
 from ..errors import InputError
 from ..ledger import Ledger
 from ..shape import Promises, Shape
-from ..slot import Slot
+from ..slot import Aloof
 
 
-class EveryVersion(Slot, frozen=True):
+class EveryVersion(Aloof, frozen=True):
     """Install each version on all serving engines as soon as it is trained.
 
     An engine that comes up, or was lent and comes back, is behind and gets the trained version, too.

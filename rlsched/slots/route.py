@@ -2,10 +2,10 @@
 
 from ..decisions import Hold
 from ..ledger import Ledger, Rollout
-from ..slot import Cause, Slot
+from ..slot import Aloof, Cause, Slot
 
 
-class RoundRobin(Slot, frozen=True):
+class RoundRobin(Aloof, frozen=True):
     """Engines in turn, by group: siblings share an engine and its prefix cache; resumed ones go back."""
 
     def decide(self, state: None, ledger: Ledger, rollout: Rollout, cause: Cause) -> int | Hold:

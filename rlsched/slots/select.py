@@ -5,7 +5,7 @@ from random import Random
 from ..decisions import Batch, Wait
 from ..ledger import Ledger
 from ..shape import Promises, Shape
-from ..slot import Slot
+from ..slot import Aloof
 
 
 def batch(ledger: Ledger, groups: list[int]) -> Batch:
@@ -18,7 +18,7 @@ def short(ledger: Ledger) -> Wait:
     return Wait(f"fewer than {ledger.shape.b} groups are finished")
 
 
-class InOrder(Slot, frozen=True):
+class InOrder(Aloof, frozen=True):
     """Take the lowest ordinals among the groups that are not terminal: wait for the head of the line."""
 
     whole: bool = False
@@ -41,7 +41,7 @@ class InOrder(Slot, frozen=True):
         return Promises(in_order=True)
 
 
-class OldestFinished(Slot, frozen=True):
+class OldestFinished(Aloof, frozen=True):
     """Of the groups that are finished, take those that started first; shuffle them.
 
     AReaL's ``prepare_batch``: results sorted by creation time, the oldest B, shuffled. A straggler
@@ -60,7 +60,7 @@ class OldestFinished(Slot, frozen=True):
         return batch(ledger, oldest)
 
 
-class FirstFinished(Slot, frozen=True):
+class FirstFinished(Aloof, frozen=True):
     """Take the groups that were accepted first: completion order, short answers ahead."""
 
     def decide(self, state: None, ledger: Ledger) -> Batch | Wait:
