@@ -26,6 +26,7 @@ check: venv  ## style, types and floors, on a non-editable install: on an editab
 
 bench: venv  ## speed of engine, controller and checker
 	$(BIN)/python tests/bench_engine.py
+	$(BIN)/python tests/bench.py
 
 nightly: venv  ## what takes minutes
 	RLSCHED_NIGHTLY=1 $(BIN)/python -m pytest -m nightly

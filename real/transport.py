@@ -1,11 +1,12 @@
-"""Moving weights from a trainer to engines, seen from the parent: which bytes go into which bucket, and the two ways
+"""Moving weights from a trainer to engines, seen from the parent: which bytes go into which bucket, and the three ways
 of moving buckets. Nothing here loads torch; the children's half is in `weights`.
 
 * `SharedBuckets`: one staging buffer of shared memory, used again for every bucket, stop and wait: the trainer packs
   bucket j, every engine copies it, then comes bucket j + 1. (On GPUs the same scheme runs over CUDA IPC.)
 * `BroadcastBuckets`: the trainer broadcasts each bucket to all engines at once over gloo.
+* `Checkpoints`: the trainer writes a checkpoint file once, and every engine reads it bucket by bucket.
 
-Either way a push begins with the trainer's offer: nothing touches an engine before the trainer is idle and has the
+Each way a push begins with the trainer's offer: nothing touches an engine before the trainer is idle and has the
 version asked for, and no engine counts as updated whose checksum differs from the offered one.
 
 The staging buffer is an anonymous memory file that children open through /proc: it has no name, so that no crash of
@@ -18,11 +19,13 @@ import asyncio
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Protocol, TypeVar
 
 import msgspec
 
 from .answers import Moved, Offered, Packed, Updated
+from .child import ChildDied
 from .commands import Piece
 
 T = TypeVar("T")
@@ -94,6 +97,7 @@ class Source(Member, Protocol):
     async def offer(self, version: int, bucket_bytes: int) -> Offered: ...
     async def pack(self, path: str, size: int, index: int, version: int) -> Packed: ...
     async def send(self, bucket_bytes: int, index: int, version: int) -> Moved: ...
+    async def save(self, path: str, version: int) -> Moved: ...
 
 
 class Sink(Member, Protocol):
@@ -104,11 +108,12 @@ class Sink(Member, Protocol):
     async def begin_update(self, version: int) -> None: ...
     async def copy_bucket(self, path: str, size: int, pieces: list[Piece]) -> Moved: ...
     async def receive(self, bucket_bytes: int, index: int) -> Moved: ...
+    async def read_bucket(self, path: str, bucket_bytes: int, index: int) -> Moved: ...
     async def end_update(self, version: int) -> Updated: ...
 
 
 class Buckets:
-    """What both transports share: bucket after bucket, stop and wait.
+    """What the transports share: bucket after bucket, stop and wait.
 
     An engine that fails, or doesn't answer an order within `timeout_s`, is left behind.
     """
@@ -133,19 +138,20 @@ class Buckets:
         in the result.
         """
         offered = await source.offer(version, self.bucket_bytes)
-        await self.prepare(source, sinks)
+        await self._stage(source, version, offered.checksum)
         standing = Standing(sinks, self.timeout_s)
+        await self._meet(source, standing)
         await standing.each(lambda sink: sink.begin_update(version))
         sizes: list[int] = []
         times: list[int] = []
         for index in range(offered.buckets):
+            if not standing.sinks:
+                break
             began = time.monotonic_ns()
             sizes.append(await self._pass(source, standing, index, version))
             times.append(time.monotonic_ns() - began)
             for name in standing.sinks:
                 on_bucket(name, index, sizes[-1], times[-1])
-            if not standing.sinks:
-                break
         updated = await standing.each(lambda sink: sink.end_update(version))
         for name, update in list(updated.items()):
             if update.checksum != offered.checksum:
@@ -155,6 +161,16 @@ class Buckets:
 
     async def prepare(self, source: Source, sinks: Sequence[Sink]) -> None:
         """Whatever can be done before a push to these engines. A push does it too, on its own time."""
+        standing = Standing(sinks, self.timeout_s)
+        await self._meet(source, standing)
+        for error in standing.failed.values():
+            raise error
+
+    async def _meet(self, source: Source, standing: Standing) -> None:
+        """Bring trainer and engines together."""
+
+    async def _stage(self, source: Source, version: int, checksum: str) -> None:
+        """Whatever is done once for a version, before any engine takes part."""
 
     async def _pass(self, source: Source, standing: Standing, index: int, version: int) -> int:
         """Move one bucket; its bytes."""
@@ -194,19 +210,23 @@ class BroadcastBuckets(Buckets):
     label = "gloo broadcast buckets"
     _members: tuple[Member, ...] = ()
 
-    async def prepare(self, source: Source, sinks: Sequence[Sink]) -> None:
+    async def _meet(self, source: Source, standing: Standing) -> None:
         """Form the group, if these members don't form one already."""
-        members = (source, *sinks)
+        members = (source, *standing.sinks.values())
         if self._members == members:
             return
         await self.close()
-        address = await source.host()
-        joins = (m.join(address, rank, len(members), self.timeout_s) for rank, m in enumerate(members))
-        outcomes = await asyncio.gather(*(bounded(join, 2 * self.timeout_s) for join in joins), return_exceptions=True)
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException):
-                raise outcome
-        self._members = members
+        address, size = await source.host(), len(members)
+        ranks = {name: rank for rank, name in enumerate(standing.sinks, 1)}
+        joining = asyncio.ensure_future(bounded(source.join(address, 0, size, self.timeout_s), 2 * self.timeout_s))
+        await standing.each(lambda sink: sink.join(address, ranks[sink.name], size, self.timeout_s), patience=2)
+        (outcome,) = await asyncio.gather(joining, return_exceptions=True)
+        if isinstance(outcome, BaseException) and (isinstance(outcome, ChildDied) or not standing.failed):
+            raise outcome
+        if standing.failed:
+            standing.abandon(TornWeights("the broadcast group was not formed: a member is missing"))
+        else:
+            self._members = members
 
     async def _pass(self, source: Source, standing: Standing, index: int, version: int) -> int:
         sending = asyncio.ensure_future(bounded(source.send(self.bucket_bytes, index, version), 2 * self.timeout_s))
@@ -230,6 +250,38 @@ class BroadcastBuckets(Buckets):
         await asyncio.gather(*(bounded(m.leave(), self.timeout_s) for m in members), return_exceptions=True)
 
 
+class Checkpoints(Buckets):
+    """Buckets read from a checkpoint file in `folder`: the trainer writes it once a version, every engine reads it for
+    itself. The newest file stays until there is a newer one, for engines that get the same version later."""
+
+    label = "checkpoint on disk"
+
+    def __init__(self, folder: Path, bucket_bytes: int = BUCKET_BYTES, timeout_s: float = 60.0) -> None:
+        super().__init__(bucket_bytes, timeout_s)
+        self._folder = folder
+        self.path = folder
+
+    async def _stage(self, source: Source, version: int, checksum: str) -> None:
+        # Version numbers come again with every run; the same checksum is the same file.
+        self.path = self._folder / f"version-{version}-{checksum}.safetensors"
+        if not self.path.exists():
+            await bounded(source.save(str(self.path), version), self.timeout_s)
+        self._remove(keep=self.path)
+
+    async def _pass(self, source: Source, standing: Standing, index: int, version: int) -> int:
+        moved = await standing.each(lambda sink: sink.read_bucket(str(self.path), self.bucket_bytes, index))
+        return max((m.bytes for m in moved.values()), default=0)
+
+    def _remove(self, keep: Path | None) -> None:
+        for old in self._folder.glob("version-*"):
+            if old != keep:
+                old.unlink()
+
+    async def close(self) -> None:
+        """Remove the last file."""
+        self._remove(keep=None)
+
+
 class Standing:
     """The engines that still take part in a push."""
 
@@ -238,9 +290,12 @@ class Standing:
         self.failed: dict[str, Exception] = {}
         self._timeout_s = timeout_s
 
-    async def each(self, order: Callable[[Sink], Awaitable[T]]) -> dict[str, T]:
-        """Give an order to all engines at once and wait for all; those that fail no longer stand."""
-        orders = {name: bounded(order(sink), self._timeout_s) for name, sink in self.sinks.items()}
+    async def each(self, order: Callable[[Sink], Awaitable[T]], patience: int = 1) -> dict[str, T]:
+        """Give an order to all engines at once and wait for all; those that fail no longer stand.
+
+        `patience`: times the timeout, for orders that have one of their own.
+        """
+        orders = {name: bounded(order(sink), patience * self._timeout_s) for name, sink in self.sinks.items()}
         outcomes = await asyncio.gather(*orders.values(), return_exceptions=True)
         done: dict[str, T] = {}
         for name, outcome in zip(orders, outcomes, strict=True):

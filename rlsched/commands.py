@@ -11,7 +11,7 @@ from msgspec import Struct
 
 Part = Literal["parameters", "optimizer"]
 Tag = Literal["weights", "kv"]
-Transport = Literal["ipc", "broadcast"]
+Transport = Literal["ipc", "broadcast", "disk"]
 AbortFate = Literal["resume", "restart", "cancel"]
 
 

@@ -87,6 +87,11 @@ class Server:
         life = self.life
         self._world.clock.call(delay, self._name, lambda: function() if life == self.life else None)
 
+    @property
+    def preemptions(self) -> int:
+        """Requests that lost their KV for want of blocks, in this life."""
+        return self._engine.counters.preemptions
+
     def take(self, command: Command) -> None:
         """Send ``command`` down the channel. None overtakes another."""
         now = self._world.clock.now
