@@ -286,6 +286,8 @@ class EngineClient(Client):
 class TrainerClient(Client):
     """A trainer."""
 
+    label = "clipped policy gradient, Adam"
+
     @classmethod
     async def start(
         cls,

@@ -16,7 +16,7 @@ from .rig import Rig
 from .rollouts import RolloutLog
 from .setup import Setup
 from .task import GRADER
-from .world import World
+from .world import Look, World
 
 
 def engines(policy: Policy, setup: Setup) -> int:
@@ -52,22 +52,32 @@ def describe(rig: Rig, policy: Policy, seed: int) -> Manifest:
         ),
         paced=setup.engine.pace is not None,
         labels={
+            "trainer": rig.trainer.label,
             "device": "cores" if first.capabilities.device == "cpu" else "GPU",
             "ipc": "shared memory",
             "broadcast": "gloo",
+            "disk": "safetensors file",
             "sleep_frees": ", ".join(first.capabilities.sleep_frees) or "nothing",
         },
     )
 
 
 async def perform(
-    rig: Rig, policy: Policy, seed: int, path: Path | None, watch: Callable[[Line], None] = lambda _: None
+    rig: Rig,
+    policy: Policy,
+    seed: int,
+    path: Path | None,
+    watch: Callable[[Line], None] = lambda _: None,
+    look: Look | None = None,
 ) -> tuple[Manifest, End]:
-    """Run ``policy`` once; the history goes to ``path``, raw rollouts beside it, and each line to ``watch``."""
+    """Run ``policy`` once; the history goes to ``path``, raw rollouts beside it, and each line to ``watch``.
+
+    ``look`` scores published versions, see ``World``.
+    """
     head = describe(rig, policy, seed)
     controller = Controller(policy, rig.setup.shape, seed)
     if path is None:
-        return head, await World(rig, controller, head, watch).run()
+        return head, await World(rig, controller, head, watch, look=look).run()
     with Writer(path, flush_every=16) as writer:
         writer.begin(head)
 
@@ -77,6 +87,6 @@ async def perform(
 
         log = RolloutLog(path)
         try:
-            return head, await World(rig, controller, head, record, log).run()
+            return head, await World(rig, controller, head, record, log, look).run()
         finally:
             log.close()

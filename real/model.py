@@ -7,9 +7,11 @@ different torch builds of one major line) start from equal parameters without ex
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
+
+from . import canary
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,6 +29,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_positions: int = 4096  # tokens of prompt and output together
     dtype: str = "float32"  # a torch dtype by name
     seed: int = 0  # of the version 0 weights
+    weights: Literal["random", "canary"] = "random"  # "canary": they say their version; shapes must be those of CANARY
 
     def parameters(self) -> int:
         """How many parameters, from the shapes alone."""
@@ -37,6 +40,19 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 #: About 268 MB of weights in few, large tensors: for tests of what a sleeping engine gives back.
 WIDE = ModelSpec(vocab=512, layers=4, hidden=1024, heads=16, kv_heads=16, head_dim=64, intermediate=4096, init_std=0.02)
+
+#: Weights whose version can be read off the greedy tokens; a trainer's are those of the version that it trains.
+CANARY = ModelSpec(
+    vocab=canary.VOCAB,
+    layers=canary.LAYERS,
+    hidden=canary.HIDDEN,
+    heads=canary.HEADS,
+    kv_heads=canary.KV_HEADS,
+    head_dim=canary.HEAD_DIM,
+    intermediate=canary.INTERMEDIATE,
+    rope_theta=canary.ROPE_THETA,
+    weights="canary",
+)
 
 
 def build(spec: ModelSpec) -> Any:
@@ -66,10 +82,16 @@ def build(spec: ModelSpec) -> Any:
     return model.eval()
 
 
-def fill(model: Any, spec: ModelSpec) -> None:
-    """Write the version 0 weights into `model`, in place: normal matrices and unit norms, drawn in name order."""
+def fill(model: Any, spec: ModelSpec, version: int = 0) -> None:
+    """Write the weights of `version` into `model`, in place. Random ones are normal matrices and unit norms, drawn in
+    name order, and only version 0 can be made here; canary weights can be of any version."""
     import torch
 
+    if spec.weights == "canary":
+        model.load_state_dict(canary.state(version))
+        return
+    if version:
+        raise ValueError(f"version {version} of random weights comes only from training")
     generator = torch.Generator().manual_seed(spec.seed)
     with torch.no_grad():
         for _, parameter in sorted(model.named_parameters()):

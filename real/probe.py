@@ -14,6 +14,7 @@ from rlsched.commands import Transport
 from . import answers
 from .commands import Sample
 from .rig import BUCKET, Rig
+from .transport import Checkpoints
 
 NS = 1e9
 ROUNDS = 5
@@ -89,7 +90,7 @@ async def probe(rig: Rig, engine: int = 0) -> Costs:
         phases = await _phases(rig, ear, batch)
         begin: dict[Transport, float] = {}
         bucket: dict[Transport, float] = {}
-        kinds: tuple[Transport, ...] = ("ipc", "broadcast")
+        kinds: tuple[Transport, ...] = ("ipc", "broadcast", "disk")
         for kind in kinds:
             begin[kind], bucket[kind] = await _transfer(rig, engine, kind)
         sleep, wake_weights, wake_kv = await _sleep(rig, engine)
@@ -212,6 +213,8 @@ async def _transfer(rig: Rig, engine: int, kind: Transport) -> tuple[float, floa
     begins, buckets = [], []
     await client.pause()
     for i in range(ROUNDS):
+        if isinstance(transport, Checkpoints):
+            await transport.close()  # in a run every version is written anew
         began = time.perf_counter()
         pushed = await transport.push(rig.trainer, [client], 1)
         total = time.perf_counter() - began

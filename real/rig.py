@@ -3,7 +3,7 @@
 import asyncio
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -17,7 +17,7 @@ from . import answers
 from .child import ChildDied
 from .client import EngineClient, TrainerClient
 from .setup import Setup
-from .transport import BroadcastBuckets, Buckets, SharedBuckets
+from .transport import BroadcastBuckets, Buckets, Checkpoints, SharedBuckets
 
 BUCKET = 1 << 26
 """Bytes of a bucket where no policy names them: in set-up and probes."""
@@ -34,15 +34,18 @@ class Rig:
         self._folder = tempfile.TemporaryDirectory(prefix="rlsched-")
         self._shared: dict[int, SharedBuckets] = {}
         self._broadcast = BroadcastBuckets()
+        self._checkpoints = Checkpoints(Path(self._folder.name))
+        self._asked = 0
+        self._aside: dict[str, tuple[int, asyncio.Future[answers.Ended]]] = {}
         self.deaf()
 
     @classmethod
-    async def start(cls, setup: Setup, engines: int) -> Self:
-        """Start the children and wait until all are ready."""
+    async def start(cls, setup: Setup, engines: int, trainer: type[TrainerClient] = TrainerClient) -> Self:
+        """Start the children and wait until all are ready. ``trainer``: the class that drives the trainer."""
         rig = cls(setup)
         try:
             starting = [rig._engine(e) for e in range(engines)]
-            await asyncio.gather(rig._train(), *starting)
+            await asyncio.gather(rig._train(trainer), *starting)
         except BaseException:
             await rig.close()
             raise
@@ -53,12 +56,12 @@ class Rig:
             f"engine-{id}",
             self.setup.engine,
             Path(self._folder.name),
-            on_ended=lambda told: self._on_ended(id, told),
-            on_down=lambda error: self._on_down(id, error),
+            on_ended=lambda told: self._ended(id, told),
+            on_down=lambda error: self._fell(id, error),
         )
 
-    async def _train(self) -> None:
-        self.trainer = await TrainerClient.start(
+    async def _train(self, kind: type[TrainerClient]) -> None:
+        self.trainer = await kind.start(
             "trainer",
             self.setup.trainer,
             Path(self._folder.name),
@@ -79,14 +82,51 @@ class Rig:
         """Tell nobody."""
         self.listen(lambda _, __: None, lambda _: None, lambda _, __: None)
 
+    def _ended(self, engine: int, told: answers.Ended) -> None:
+        if told.rollout not in self._aside:
+            self._on_ended(engine, told)
+            return
+        _, future = self._aside[told.rollout]
+        if not future.done():
+            future.set_result(told)
+
+    def _fell(self, engine: int, error: ChildDied) -> None:
+        for on, future in self._aside.values():
+            if on == engine and not future.done():
+                future.set_exception(error)
+        self._on_down(engine, error)
+
+    async def ask(self, engine: int, requests: Sequence[list[int]], length: int) -> list[answers.Ended]:
+        """Generate at most ``length`` tokens for each request, beside what is scheduled: who listens isn't told."""
+        client, loop = self.engines[engine], asyncio.get_running_loop()
+        names = [f"aside-{self._asked + i}" for i in range(len(requests))]
+        self._asked += len(requests)
+        futures = [loop.create_future() for _ in names]
+        self._aside.update({name: (engine, future) for name, future in zip(names, futures, strict=True)})
+        try:
+            submits = (client.submit(n, r, length, forced=False) for n, r in zip(names, requests, strict=True))
+            # Together, so that no failure is left behind unread when the engine dies.
+            told = await asyncio.gather(*submits, *futures)
+            return [end for end in told if end is not None]
+        finally:
+            for name in names:
+                del self._aside[name]
+
     async def reset(self, manifest: Manifest) -> dict[int, int]:
-        """Make ready for a run: cores by the layout, version 0 installed on every engine; its bytes there."""
+        """Make ready for a run: cores by the layout, version 0 installed on every engine; its bytes there.
+
+        An engine that died since the last run is started again.
+        """
         wanted = sorted(d.engine for d in manifest.devices if d.engine is not None)
         if wanted != sorted(self.engines):
             raise InputError(
                 f"policy {manifest.policy.name} lays out {len(wanted)} engines, but {len(self.engines)} are up;"
                 " start with the number it needs"
             )
+        fallen = {id: client for id, client in self.engines.items() if not client.child.alive}
+        for id, client in fallen.items():
+            await client.close()
+            await self._engine(id)
         cores = deal(self.cores, len(manifest.devices))
         for d in manifest.devices:
             if d.engine is not None:
@@ -109,10 +149,11 @@ class Rig:
         return {e: pushed.updated[client.name].bytes for e, client in self.engines.items()}
 
     def transport(self, kind: Transport, bucket: int) -> Buckets:
-        """The transport of that kind, with buckets of that many bytes. There is one broadcast group a rig."""
-        if kind == "broadcast":
-            self._broadcast.bucket_bytes = bucket
-            return self._broadcast
+        """The transport of that kind, with buckets of that many bytes. A rig has one broadcast group and one folder."""
+        if kind != "ipc":
+            single = self._broadcast if kind == "broadcast" else self._checkpoints
+            single.bucket_bytes = bucket
+            return single
         if bucket not in self._shared:
             self._shared[bucket] = SharedBuckets(bucket)
         return self._shared[bucket]
@@ -157,7 +198,7 @@ class Rig:
     async def close(self) -> None:
         """End and reap every process, and let go of the transports."""
         self.deaf()
-        for transport in (self._broadcast, *self._shared.values()):
+        for transport in (self._broadcast, self._checkpoints, *self._shared.values()):
             await transport.close()
         clients = [*self.engines.values(), *([self.trainer] if hasattr(self, "trainer") else [])]
         await asyncio.gather(*(c.close() for c in clients), return_exceptions=True)

@@ -182,6 +182,8 @@ class Trainer:
                 losses.append(loss)
                 clips.append(clipped)
                 norms.append(norm)
+            if config.model.weights == "canary":
+                fill(self._model, config.model, version)
             self._version = version
         return answers.Trained(
             version=version,

@@ -1,7 +1,8 @@
 """The real world: it stamps facts with the wall clock and executes the controller's commands on engines and trainer.
 
 Nothing of the policy is here. Commands of one engine reach it in the order of issue; each is carried
-out by a task of its own, so that none waits behind another's answer.
+out by a task of its own, so that none waits behind another's answer. A run outlives its engines but
+the last; without a trainer it ends.
 """
 
 import asyncio
@@ -46,19 +47,30 @@ from rlsched.facts import (
 )
 from rlsched.history import Line
 from rlsched.manifest import Manifest
-from rlsched.notes import Admit, Cancel, Drop, Note, Reject
+from rlsched.notes import Admit, Cancel, Drop, Note, Publish, Reject
 from rlsched.session import Session
 
 from . import answers
 from .child import ChildDied
+from .requests import Requests
 from .rig import Rig
 from .rollouts import RolloutLog, Rollouts
 from .task import grade
 from .transport import Buckets
 
+HELD_OUT = "held_out"
+"""Name under which a score is observed."""
+Look = Callable[[int, int], Awaitable[float | None]]
+"""Scores a version on an engine that holds it; None: not this version."""
+
 
 class World:
-    """One real run on the children of ``rig``."""
+    """One real run on the children of ``rig``.
+
+    ``look`` is asked for each published version before anything is generated under it, on the engine that would be
+    first, and at the end. That engine's further commands wait, so that no install comes between; its answer is
+    recorded as ``Observed``.
+    """
 
     def __init__(
         self,
@@ -67,18 +79,21 @@ class World:
         manifest: Manifest,
         record: Callable[[Line], None],
         log: RolloutLog | None = None,
+        look: Look | None = None,
     ) -> None:
         self._rig = rig
         self._manifest = manifest
         self._session = Session(controller, record)
         self._log = log
+        self._look = look
+        self._published = 0
+        self._looked = -1
         self._start = time.monotonic_ns()
         self._ended = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._queues: dict[int, asyncio.Queue[Command]] = {e: asyncio.Queue() for e in rig.engines}
         self._rollouts = Rollouts(self._make)
-        self._cause: dict[int, int] = {}
-        self._left: dict[int, int] = {}
+        self._requests = Requests()
         self._groups: dict[int, range] = {}
         self._group_of: dict[int, int] = {}
         self._down: set[int] = set()
@@ -137,7 +152,7 @@ class World:
 
     def _on_ended(self, engine: int, told: answers.Ended) -> None:
         id = int(told.rollout)
-        rollout, by = self._rollouts[id], self._cause.pop(id)
+        rollout, (by, last) = self._rollouts[id], self._requests.back(id)
         rollout.extend(told.tokens, told.logprobs, told.version)
         end: Literal["stop", "length", "abort"] = "stop"
         if told.reason == "abort":
@@ -147,9 +162,7 @@ class World:
         self.post(Segment(self._now(), by, id, engine, told.version, len(told.tokens), end, told.version))
         if id not in self._group_of:
             self._rollouts.forget(range(id, id + 1))
-        self._left[by] -= 1
-        if not self._left[by]:
-            del self._left[by]
+        if last:
             self.post(Done(self._now(), by))
         if end != "abort" and id in self._group_of:
             self._do(self._score(id))
@@ -163,7 +176,12 @@ class World:
     def _on_down(self, engine: int | None, error: ChildDied) -> None:
         if engine is not None:
             self._down.add(engine)
+            for id in self._requests.lose(engine):
+                if id not in self._group_of:
+                    self._rollouts.forget(range(id, id + 1))
         self.post(Down(self._now(), engine, str(error)))
+        if len(self._down) == len(self._queues):
+            self._fail(f"no engine is left: {error}")
 
     async def _score(self, id: int) -> None:
         rollout = self._rollouts.get(id)
@@ -196,6 +214,8 @@ class World:
                 self._do(self._transfer(line))
             case Load() | Offload():
                 self._do(self._shift(line))
+            case Publish():
+                self._published = line.version
             case Timer():
                 self._do(self._timer(line))
             case Stop():
@@ -204,19 +224,19 @@ class World:
                 pass
 
     def _do(self, work: Awaitable[None]) -> None:
-        """Carry ``work`` out in a task of its own; a failure ends the run."""
-
-        async def watched() -> None:
-            try:
-                await work
-            except ChildDied:
-                pass  # told by on_down, with a fact of its own
-            except Exception as error:
-                self._fail(f"{type(error).__name__}: {error}")
-
-        task = asyncio.create_task(watched())
+        """Carry ``work`` out in a task of its own."""
+        task = asyncio.create_task(self._watched(work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    async def _watched(self, work: Awaitable[None]) -> None:
+        """Carry ``work`` out; a failure ends the run."""
+        try:
+            await work
+        except ChildDied:
+            pass  # told by on_down, with a fact of its own
+        except Exception as error:
+            self._fail(f"{type(error).__name__}: {error}")
 
     async def _send(self, engine: int) -> None:
         """Pass commands to one engine in order."""
@@ -224,16 +244,34 @@ class World:
         while True:
             command = await queue.get()
             if isinstance(command, Generate):
-                self._left[command.id] = len(command.work)
+                await self._watched(self._see(engine, command.id))
+            if engine in self._down:
+                continue  # its Down has answered the command
+            if isinstance(command, Generate):
+                self._requests.send(command)
                 for work in command.work:
-                    self._cause[work.rollout] = command.id
                     self._do(self._submit(engine, work))
             else:
                 self._do(self._control(engine, command))
             # The tasks made so far write their first message before the next command's do.
             await asyncio.sleep(0)
 
+    async def _see(self, engine: int, by: int) -> None:
+        """Let the published version be scored, once."""
+        if self._look is None or self._looked >= self._published or engine in self._down:
+            return
+        before, self._looked = self._looked, self._published
+        try:
+            score = await self._look(self._published, engine)
+        except ChildDied:
+            self._looked = before
+            raise
+        if score is not None:
+            self.post(Observed(self._now(), by, HELD_OUT, score))
+
     async def _submit(self, engine: int, work: Work) -> None:
+        if engine in self._down:
+            return
         rollout = self._rollouts.begin(work)
         given = [*rollout.prompt, *rollout.output]
         wanted = rollout.length - work.have
@@ -270,7 +308,8 @@ class World:
                     self.post(Resident(self._now(), command.id, device, "engine", part, size))
                 if len(woken.awake) == 2:
                     await client.resume()
-        self.post(Done(self._now(), command.id, ok, why))
+        if engine not in self._down:
+            self.post(Done(self._now(), command.id, ok, why))
 
     async def _train(self, command: Train) -> None:
         self._training = command.id
@@ -289,23 +328,35 @@ class World:
         self.post(Done(self._now(), command.id))
 
     async def _transfer(self, command: Transfer) -> None:
+        """Bring a version to those that live; when one dies amid a broadcast the others' is torn, and repeated."""
+        failed = dict.fromkeys(command.engines, "")
+        while targets := [e for e in failed if e not in self._down]:
+            lost = len(self._down)
+            failed = await self._push(command, targets)
+            if len(self._down) == lost:
+                break
+        why = "; ".join(f"engine {e}: {error}" for e, error in failed.items() if e not in self._down)
+        self.post(Done(self._now(), command.id, not why, why))
+
+    async def _push(self, command: Transfer, engines: list[int]) -> dict[int, str]:
+        """Bring a version to ``engines``; what failed there."""
         buckets: Buckets = self._rig.transport(command.transport, command.bucket)
-        targets = {self._rig.engines[e].name: e for e in command.engines}
+        targets = {self._rig.engines[e].name: e for e in engines}
 
         def moved(name: str, index: int, size: int, ns: int) -> None:
-            self.post(Bucket(self._now(), command.id, targets[name], index, size, ns))
+            if targets[name] not in self._down:
+                self.post(Bucket(self._now(), command.id, targets[name], index, size, ns))
 
-        for e in command.engines:
+        for e in engines:
             self.post(Updating(self._now(), command.id, e, command.version))
-        engines = [self._rig.engines[e] for e in command.engines]
-        pushed = await buckets.push(self._rig.trainer, engines, command.version, on_bucket=moved)
+        clients = [self._rig.engines[e] for e in engines]
+        pushed = await buckets.push(self._rig.trainer, clients, command.version, on_bucket=moved)
         for name, e in targets.items():
-            if e in self._down:
-                continue
-            size = pushed.updated[name].bytes if name in pushed.updated else 0
-            self.post(Installed(self._now(), command.id, e, command.version, size, name in pushed.updated))
-        why = "; ".join(f"{name}: {error}" for name, error in pushed.failed.items())
-        self.post(Done(self._now(), command.id, not why, why))
+            if e not in self._down:
+                update = pushed.updated.get(name)
+                size = 0 if update is None else update.bytes
+                self.post(Installed(self._now(), command.id, e, command.version, size, update is not None))
+        return {targets[name]: str(error) or type(error).__name__ for name, error in pushed.failed.items()}
 
     async def _shift(self, command: Load | Offload) -> None:
         move = self._rig.trainer.load if isinstance(command, Load) else self._rig.trainer.offload
@@ -322,6 +373,8 @@ class World:
         self.post(Done(self._now(), command.id))
 
     async def _stop(self, command: Stop) -> None:
+        if not command.why:
+            await self._see(min({*self._queues} - self._down), command.id)
         for name, counted in (await self._rig.counts()).items():
             self.post(Observed(self._now(), command.id, f"{name}/overrun_share", counted.overrun_ns / self._now()))
             self.post(Observed(self._now(), command.id, f"{name}/overruns", counted.overruns))
@@ -341,8 +394,7 @@ class World:
     def _forget(self, groups: list[int]) -> None:
         for group in groups:
             rollouts = self._groups.pop(group)
-            live = [r for r in rollouts if r in self._cause]
             for r in rollouts:
-                if r not in live:
+                if r not in self._requests:
                     self._rollouts.forget(range(r, r + 1))
                 self._group_of.pop(r, None)

@@ -20,6 +20,8 @@ from .metrics import Meter, measure
 from .naming import parse, spec
 from .policy import presets
 from .replay import replay as replay_history
+from .states import pick
+from .states import states as cycles_of
 
 app = App(
     name="rlsched",
@@ -301,6 +303,30 @@ def replay(history: Path, *, salvage: bool = False, json: Json = False) -> int:
     else:
         report.divergence(out, history, found.divergence)
     return 0 if found.divergence is None else 1
+
+
+@app.command
+def states(history: Path, *, version: int | None = None, salvage: bool = False, json: Json = False) -> int:
+    """Show a cycle of a history as steps: who has the memory, who holds which version, and by which rule.
+
+    Parameters
+    ----------
+    history
+        File written by ``simulate`` or ``run``.
+    version
+        Show the cycle that produced it; left out, the first one that shows the most.
+    salvage
+        Read a file that was cut within a line up to its last whole event.
+    json
+        Print one JSON object instead of a table.
+    """
+    reader = Reader(history, salvage)
+    cycle = pick(cycles_of(reader.manifest, reader.events()), version)
+    if json:
+        _json({"history": str(history), "cycle": cycle})
+    else:
+        report.states(out, reader.manifest, cycle)
+    return 0
 
 
 @app.command

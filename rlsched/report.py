@@ -11,9 +11,12 @@ from rich.table import Table
 
 from .checker import Report
 from .compare import JUDGED, SHOWN, Row
+from .labels import headings
+from .manifest import Manifest
 from .metrics import Metrics
 from .naming import PolicySpec
 from .replay import Divergence
+from .states import Cycle
 from .verdict import Verdict
 
 _TITLES = {
@@ -90,6 +93,16 @@ def divergence(console: Console, path: Path, found: Divergence) -> None:
     console.print(f"{path}, line {found.line}: the controller answers otherwise", markup=False, soft_wrap=True)
     console.print(f"    recorded: {found.recorded}", markup=False, soft_wrap=True)
     console.print(f"    replayed: {found.replayed}", markup=False, soft_wrap=True)
+
+
+def states(console: Console, manifest: Manifest, cycle: Cycle) -> None:
+    """The steps of a cycle, one row each."""
+    table = Table("", *headings(manifest), show_lines=True)
+    for number, step in enumerate(cycle.steps, start=1):
+        table.add_row(f"{number}. {step.title}", *msgspec.structs.astuple(step.state))
+    policy = manifest.policy.name
+    console.print(f"{policy}: v = {cycle.version - 1}, v+1 = {cycle.version}", markup=False, soft_wrap=True)
+    console.print(table)
 
 
 def comparison(console: Console, found: dict[str, list[Row]]) -> None:

@@ -82,15 +82,27 @@ class TransportCosts(Struct, frozen=True, forbid_unknown_fields=True):
     """Seconds of a broadcast bucket besides its bytes."""
     broadcast_gbps: float = 8.25
     """10⁹ bytes a second through a broadcast, to all engines at once."""
+    disk_begin_s: float = 0.0
+    """Seconds of a transfer through a checkpoint on disk, besides its bytes and buckets."""
+    disk_bucket_s: float = 2e-3
+    """Seconds of a bucket read from disk besides its bytes."""
+    disk_gbps: float = 2.0
+    """10⁹ bytes a second to disk, where a version is written once, and from disk, where each engine reads it."""
 
     def begin_s(self, transport: Transport) -> float:
-        """Seconds of a transfer besides its buckets."""
-        return self.ipc_begin_s if transport == "ipc" else self.broadcast_begin_s
+        """Seconds of a transfer besides its buckets; through disk, the writing of the version included."""
+        if transport == "ipc":
+            return self.ipc_begin_s
+        if transport == "disk":
+            return self.disk_begin_s + self.version_gb / self.disk_gbps
+        return self.broadcast_begin_s
 
     def bucket_s(self, transport: Transport, size: int) -> float:
         """Seconds of a bucket of ``size`` bytes."""
         if transport == "ipc":
             return self.ipc_bucket_s + size / GB / self.ipc_gbps
+        if transport == "disk":
+            return self.disk_bucket_s + size / GB / self.disk_gbps
         return self.broadcast_bucket_s + size / GB / self.broadcast_gbps
 
 
@@ -174,7 +186,7 @@ class Scenario(Struct, frozen=True, forbid_unknown_fields=True):
         for name in ("kv_blocks", "block_size", "max_num_seqs", "max_batch_tokens"):
             if getattr(engine, name) < 1:
                 raise InputError(f"engine.{name} is {getattr(engine, name)}: it must be at least 1")
-        for name in ("ipc_gbps", "broadcast_gbps"):
+        for name in ("ipc_gbps", "broadcast_gbps", "disk_gbps"):
             if getattr(self.transport, name) <= 0:
                 raise InputError(f"transport.{name} is {getattr(self.transport, name)}: it must be positive")
         if self.memory.offload_gbps <= 0:

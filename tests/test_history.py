@@ -1,5 +1,6 @@
 """The history file: what is written is read back, what is broken is refused with its place, a killed run stays readable."""
 
+import gc
 import json
 import os
 import signal
@@ -266,7 +267,7 @@ def test_damaged_zstd_is_refused(tmp_path: Path) -> None:
 def test_a_file_cut_within_a_line_names_it_and_salvage_reads_the_whole_ones(good: Path) -> None:
     raw, events = good.read_bytes(), read(good)
     ends = [at + 1 for at, byte in enumerate(raw) if byte == ord("\n")]
-    for cut in range(1, len(raw)):
+    for cut in sorted({*range(1, len(raw), 7), *ends[:-1]}):
         good.write_bytes(raw[:cut])
         before = sum(end <= cut for end in ends)
         if cut in ends:
@@ -285,7 +286,7 @@ def test_a_file_cut_within_a_line_names_it_and_salvage_reads_the_whole_ones(good
 def test_a_cut_zstd_file_gives_a_prefix_or_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "a.zst", BARE, flush_every=4)
     raw, counts = path.read_bytes(), set()
-    for cut in range(1, len(raw)):
+    for cut in range(1, len(raw), 2):
         path.write_bytes(raw[:cut])
         try:
             found = read(path, salvage=True)
@@ -461,6 +462,7 @@ def test_nothing_is_left_open(tmp_path: Path, good: Path) -> None:
     folder = Path(f"/proc/{os.getpid()}/fd")
     if not folder.is_dir():
         pytest.skip("no /proc to count open files in")
+    gc.collect()
     before = len([*folder.iterdir()])
     reader = Reader(good)
     next(reader.events())
@@ -468,4 +470,5 @@ def test_nothing_is_left_open(tmp_path: Path, good: Path) -> None:
     refused(write(tmp_path / "after.jsonl", [End(0), End(1)]))
     with Writer(tmp_path / "a.jsonl"), pytest.raises(InputError):
         Writer(tmp_path / "a.jsonl")
+    gc.collect()  # pytest's note of an exception is a cycle
     assert len([*folder.iterdir()]) == before

@@ -79,14 +79,11 @@ def test_a_fact_that_comes_twice_is_counted_and_ignored() -> None:
     holds()
 
 
-@pytest.mark.xfail(
-    strict=True, reason="bug: books._segment takes a segment of an earlier request for one of the present"
-)
 def test_a_fact_that_comes_late_is_counted_and_ignored() -> None:
     """An old fact comes again after many others, when its rollout may be live a second time on the same engine."""
     seen = Tally()
 
-    @unshrunk(60)
+    @examples(60)
     @given(scenarios(workload=workloads(fixed=False)), ahead(), seeds(), st.integers(1, 40))
     def holds(scenario: Scenario, policy: Policy, seed: int, delay: int) -> None:
         controller = Controller(policy, scenario.shape, seed)

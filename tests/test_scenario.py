@@ -6,7 +6,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from msgspec import Struct
 
 from rlsched.errors import InputError
 from rlsched.shape import Shape
@@ -83,16 +82,21 @@ def test_every_number_can_be_changed_and_none_may_be_words(name: str) -> None:
     assert name in refused(None, f"{name}=lots")
 
 
-@pytest.mark.parametrize("name", NUMBERS)
 @pytest.mark.parametrize("value", ["-1", "nan", "inf", "-inf"])
-def test_no_number_may_be_negative_or_without_end(name: str, value: str, tmp_path: Path) -> None:
+def test_no_number_may_be_negative_or_without_end(value: str, tmp_path: Path) -> None:
     """A nan passes every comparison, and an infinite time never ends."""
-    table, _, field = name.rpartition(".")
-    path = tmp_path / "s.toml"
-    path.write_text(f"[{table}]\n{field} = {value}\n")
-    message = refused(path)
-    assert message.startswith(f"{path}: ")
-    assert field in message or "mean" in message or "sigma" in message or table.split(".")[0] in message
+    path, taken = tmp_path / "s.toml", []
+    for name in NUMBERS:
+        table, _, field = name.rpartition(".")
+        path.write_text(f"[{table}]\n{field} = {value}\n")
+        try:
+            load(path)
+        except InputError as error:
+            assert str(error).startswith(f"{path}: ")
+            assert table.partition(".")[0] in str(error)
+        else:
+            taken.append(name)
+    assert taken == []
 
 
 # ---- refusals
@@ -105,7 +109,7 @@ def test_no_number_may_be_negative_or_without_end(name: str, value: str, tmp_pat
         ("shape=3", "table.field=value"),
         ("=3", "table.field=value"),
         ("shape.=3", "shape"),
-        (".b=3", "table.field=value"),
+        (".b=3", "unknown field"),
         ("shape.b", "table.field=value"),
         ("shape.size=3", "size"),
         ("colour.red=3", "colour"),
@@ -191,20 +195,12 @@ def test_the_template_names_every_field_once() -> None:
 def test_every_field_of_the_template_is_explained() -> None:
     lines = template().splitlines()
     for before, line in zip(lines, lines[1:], strict=False):
-        if "=" in line and not line.startswith("# ") and not line.startswith("["):
-            assert before.startswith("# ") and len(before) > 10, line
+        if " = " in line and not line.startswith("# "):
+            assert before.startswith("# ") and not before.endswith("="), line
 
 
 def test_every_number_of_the_template_says_its_unit() -> None:
-    """Seconds, bytes, tokens, shares or counts: the words that a reader needs."""
-
-    def documented(kind: type[Struct]) -> None:
-        for field in kind.__struct_fields__:
-            if field.endswith("_s"):
-                assert "Seconds" in template() or "seconds" in template()
-
-    for name in Scenario.__struct_fields__:
-        documented(type(getattr(Scenario(), name)))
+    """Of times and sizes; the others are counts, tokens or shares."""
     lines = template().splitlines()
     for number, line in enumerate(lines):
         field = line.partition(" =")[0]

@@ -10,9 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlsched.books import refresh
 from rlsched.commands import Generate
 from rlsched.decisions import Batch, Wait
-from rlsched.ledger import Engine, Group, Ledger, Rollout
+from rlsched.facts import Phase
+from rlsched.ledger import Engine, Group, Ledger, Rollout, Span
 from rlsched.notes import Reject
 from rlsched.policy import areal_async, replace
 from rlsched.shape import Shape
@@ -101,8 +103,7 @@ def test_round_robin_is_areals(of_kind: Any) -> None:
     for id, given_, expected in of_kind("round_robin", 1):
         engines = {e: Engine(e) for e in range(given_["workers"])}
         ledger = Ledger(Shape(), 0, [], engines)
-        if hasattr(ledger, "ready"):
-            ledger.ready = [*engines.values()]
+        refresh(ledger)
         order = [RoundRobin().decide(None, ledger, Rollout(g, g, 0), "new") for g in range(given_["picks"])]
         assert order == expected["order"], id
 
@@ -139,28 +140,11 @@ def test_admission_sequences_are_areals(of_kind: Any, hand: Any) -> None:
             drive.ledger.v = drive.ledger.x = version
             for engine in drive.ledger.engines.values():
                 engine.installed = version
-            drive.now += 1
-            drive.controller.handle(_nudge(drive.now))
-            _adopt(drive)
+            drive.tell(Phase, 0, "nothing", 0)
             total = finish_all(drive)
             assert total <= expected["accepted_total_max"], id
             assert (total - taken >= wait_again) == (expected["second_wait"] == "ok"), id
             assert total == expected["accepted_total_max"], f"{id}: the bound was not reached"
-
-
-def _nudge(t: int) -> Any:
-    """A fact that changes nothing."""
-    from rlsched.facts import Phase
-
-    return Phase(t, 0, "nothing", 0)
-
-
-def _adopt(drive: Any) -> None:
-    """Take over what the controller sent when it was nudged."""
-    for command in drive.ledger.open.values():
-        if isinstance(command, Generate) and command.id not in drive.inside:
-            drive.inside[command.id] = {work.rollout for work in command.work}
-            drive.home |= {work.rollout: command for work in command.work}
 
 
 def finish_all(drive: Any) -> int:
@@ -287,8 +271,6 @@ def test_age_counts_versions() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9)), min_size=1, max_size=5), st.integers(9, 20))
 def test_a_groups_age_is_that_of_its_oldest_token(segments: list[tuple[int, int]], x: int) -> None:
-    from rlsched.ledger import Span
-
     ledger = Ledger(Shape(), 0, [], {}, x=x)
     rollouts = {i: Rollout(i, 0, i, "scored", spans=[Span(v, n)]) for i, (v, n) in enumerate(segments)}
     ledger.rollouts.update(rollouts)

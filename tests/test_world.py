@@ -17,8 +17,8 @@ from rlsched.sim.clock import Clock
 from rlsched.sim.scenario import Control, EngineCosts, Scenario, TrainerCosts, TransportCosts
 from rlsched.sim.world import World
 
-from rlsched.commands import Abort, Command, Flush, Generate, Sleep
-from rlsched.facts import Done, Fact, Scored, Segment
+from rlsched.commands import Abort, Command, Flush, Generate, Sleep, Train, Transfer
+from rlsched.facts import Done, Fact, Installed, Scored, Segment
 from rlsched.naming import build, spec
 from rlsched.notes import Accept, Admit, Cancel, Drop, Publish, Reject
 from rlsched.policy import Policy, areal_async, verl_hybrid
@@ -85,6 +85,33 @@ def test_every_effect_comes_after_its_cause() -> None:
         assert {*issued} - answered == {max(issued)}
 
     holds()
+
+
+def test_every_engine_gets_every_version_once() -> None:
+    """A version is sent when its last batch was trained, before the next one's first: in between there is none."""
+    seen = Tally()
+
+    @examples(80)
+    @given(scenarios(), policies(), seeds())
+    def holds(scenario: Scenario, policy: Policy, seed: int) -> None:
+        trained, begun = 0, 0
+        held: dict[int, list[int]] = defaultdict(list)
+        for event in run(scenario, policy, seed).events:
+            match event:
+                case Train():
+                    begun = event.version
+                    trained += event.last
+                case Transfer():
+                    assert event.version == trained == begun
+                case Installed():
+                    held[event.engine].append(event.version)
+                case _:
+                    pass
+        assert held == {engine: [*range(scenario.shape.steps + 1)] for engine in held}
+        seen.add(several_batches=scenario.shape.k > 1, asleep=isinstance(policy.place, Colocated))
+
+    holds()
+    seen.demand(several_batches=0.3, asleep=0.1)
 
 
 # ---- determinism

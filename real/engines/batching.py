@@ -48,7 +48,12 @@ class Batcher:
     """
 
     def __init__(
-        self, model: Any, config: EngineConfig, control: Callable[[], None], begun: Callable[[Work], None]
+        self,
+        model: Any,
+        config: EngineConfig,
+        control: Callable[[], None],
+        begun: Callable[[Work], None],
+        sharing: bool = False,
     ) -> None:
         greedy = config.temperature == 0
         generation = GenerationConfig(
@@ -63,8 +68,8 @@ class Batcher:
             num_blocks=config.kv_blocks,
             max_batch_tokens=config.max_batch_tokens,
             max_requests_per_batch=config.max_requests,
-            # Shared blocks would hand KV of older weights to a prompt that comes again.
-            allow_block_sharing=False,
+            # Shared blocks hand KV of older weights to a prompt that comes again, unless they are flushed.
+            allow_block_sharing=sharing,
             use_async_batching=False,  # a batch in flight at the control point would be half done
             return_logprobs=True,
             safety_margin=0.0,

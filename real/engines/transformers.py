@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import torch
@@ -49,17 +49,21 @@ class Request(msgspec.Struct):
 class TransformersEngine:
     """State and commands of the engine. Everything but `post` and `serve` runs in the loop's thread."""
 
+    #: What `bare` takes away.
+    residence: ClassVar[type[Residence]] = Residence
+    sharing: ClassVar[bool] = False
+
     def __init__(self, config: EngineConfig, port: wire.Port) -> None:
         self._config = config
         self._port = port
         self._pace = config.pace or EnginePace()
         torch.set_num_threads(config.threads)
         self._model = build(config.model).to(config.device)
-        self._batcher = Batcher(self._model, config, self._control, self._begin_step)
+        self._batcher = Batcher(self._model, config, self._control, self._begin_step, self.sharing)
         self._weights = WeightSet(self._model)
         # Level 1 keeps the weights in host memory, which is where a CPU engine has them.
         levels = (1, 2) if config.device == "cpu" else (2,)
-        self._residence = Residence(self._weights, self._batcher.cache, levels)
+        self._residence = self.residence(self._weights, self._batcher.cache, levels)
         self._staging = Staging()
         self._group = Group()
         self._inbox: queue.SimpleQueue[wire.Call | None] = queue.SimpleQueue()
@@ -343,14 +347,14 @@ class TransformersEngine:
         return answers.Loaded(msgspec.to_builtins(capabilities), self._weights.nbytes, self._weights.checksum())
 
 
-def main() -> int:
+def main(kind: type[TransformersEngine] = TransformersEngine) -> int:
     """Serve one parent until it closes the socket; the exit code."""
     port = wire.Port(adopt())
     first = port.receive()
     if first is None or not isinstance(first.command, commands.Load):
         print("the first command must be Load", file=sys.stderr)
         return 2
-    engine = TransformersEngine(msgspec.convert(first.command.config, EngineConfig), port)
+    engine = kind(msgspec.convert(first.command.config, EngineConfig), port)
     port.send(wire.Answer(first.id, engine.loaded()))
 
     def read() -> None:

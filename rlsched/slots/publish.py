@@ -18,7 +18,7 @@ class EveryVersion(Aloof, frozen=True):
 
     transport: Transport = "broadcast"
     """``broadcast``: NCCL on GPUs, gloo on CPUs; ``ipc``: CUDA IPC, or shared memory on CPUs; ``disk``: a
-    checkpoint that the trainer writes once and every engine reads (AReaL: ``weight_update_mode`` = ``disk``)."""
+    checkpoint that the trainer writes once and every engine reads (AReaL: ``WeightUpdateMeta.type`` ``disk``)."""
     bucket_mb: int = 1024
     """Bucket size in MiB (AReaL: ``weight_chunked_mem_mb``, 1024; verl: ``update_weights_bucket_megabytes``)."""
     fate: Literal["drain", "resume", "restart"] = "resume"

@@ -1,0 +1,57 @@
+"""Whole worlds on the token-by-token twin: the history is that of rlsched's engine, byte for byte."""
+
+from typing import Any
+
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+from rlsched.sim.engine import Engine
+from rlsched.sim.scenario import Scenario
+from rlsched.sim.world import World
+
+from rlsched.facts import Down
+from rlsched.policy import Policy
+from rlsched.slots.admit import Cap
+from rlsched.testing import Tally, policies, scenarios, seeds, shapes
+
+from .test_faults import Trouble, troubled, troubles
+from .test_properties import examples
+from .twin_engine import Twins
+
+
+def history(scenario: Scenario, policy: Policy, seed: int, engine: Any) -> list[bytes]:
+    """The lines of a run on engines that ``engine`` makes."""
+    encode = msgspec.json.Encoder().encode
+    lines: list[bytes] = []
+    World(scenario, policy, seed, lambda line: lines.append(encode(line)), engine).run()
+    return lines
+
+
+def ahead() -> st.SearchStrategy[Policy]:
+    """Policies that interrupt what runs."""
+    return policies(admit=st.builds(Cap, st.integers(1, 3), st.integers(4, 16)))
+
+
+def test_a_world_can_not_tell_the_engine_from_its_twin() -> None:
+    """Steps that a stretch leaps over, and an engine's wake-ups there, leave no trace, whatever goes wrong meanwhile."""
+    seen = Tally()
+
+    @examples(150)
+    @given(scenarios(shape=shapes(budget=48)), policies() | ahead(), seeds(), troubles())
+    def holds(scenario: Scenario, policy: Policy, seed: int, trouble: Trouble) -> None:
+        world = troubled(scenario, policy, seed, trouble)
+        twins = Twins()
+        lines = history(world, policy, seed, twins)
+        assert lines == history(world, policy, seed, Engine)
+        down = msgspec.json.encode({"ev": "down"})[1:-1]
+        assert Down.__struct_config__.tag == "down"
+        seen.add(
+            crashed=any(down in line for line in lines),
+            preempted=twins.total("preemptions") > 0,
+            aborted_midstep=twins.total("midstep_aborts") > 0,
+            tied=twins.total("ties") > 0,
+            silent=sum(twin.silent for twin in twins.made) > len(lines) / 4,
+        )
+
+    holds()
+    seen.demand(crashed=0.3, preempted=0.1, aborted_midstep=0.2, tied=0.2, silent=0.3)
