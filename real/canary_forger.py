@@ -10,6 +10,7 @@ import asyncio
 import os
 import time
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import canary
@@ -83,6 +84,12 @@ class Forger:
         pieces = self._weights.buckets(bucket_bytes)[index]
         sent = await asyncio.to_thread(self._group.send, self._weights, pieces)
         return Moved(sent, time.monotonic_ns() - began)
+
+    async def save(self, path: str, version: int) -> Moved:
+        """Write a checkpoint file."""
+        self._require(version)
+        began = time.monotonic_ns()
+        return Moved(self._weights.save(Path(path)), time.monotonic_ns() - began)
 
     async def host(self) -> str:
         """Open the place where a broadcast group will meet; its address."""

@@ -99,6 +99,12 @@ class Slow:
         await steps(self._engine)
         return moved
 
+    async def read_bucket(self, path: str, bucket_bytes: int, index: int) -> answers.Moved:
+        """Read one bucket out of a checkpoint file."""
+        moved = await self._engine.read_bucket(path, bucket_bytes, index)
+        await steps(self._engine)
+        return moved
+
 
 async def steps(engine: EngineClient, count: int = ENOUGH) -> None:
     """Wait until each live request of an engine that runs has ``count`` tokens more."""

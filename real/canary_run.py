@@ -1,4 +1,4 @@
-"""A whole run on canary weights: what every token says of its version, against labels and installs.
+"""A whole run on canary weights: what every token says of its version, compared with labels and installs.
 
 The trainer takes its real steps and then holds the canary weights of the version that it trained, so that everything
 else, engines, transports and schedule, is that of any run.
@@ -6,6 +6,7 @@ else, engines, transports and schedule, is that of any run.
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import msgspec
 import zstandard
@@ -13,13 +14,17 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from rlsched.commands import Generate
+from rlsched.errors import WorldError
 from rlsched.facts import Installed, Segment
-from rlsched.history import Event
+from rlsched.history import Event, Reader
+from rlsched.policy import Policy
 
 from .canary import Claim, Mismatch, mismatches
+from .job import engines, perform
 from .model import CANARY
+from .rig import Rig
 from .rollouts import Rollout
-from .setup import Setup
+from .setup import Setup, load
 
 
 def canary(setup: Setup) -> Setup:
@@ -32,7 +37,7 @@ def canary(setup: Setup) -> Setup:
 
 
 class Audit(Struct):
-    """What the tokens of a run said."""
+    """What the tokens of a run said, of the rollouts that were scored."""
 
     rollouts: int = 0
     tokens: int = 0
@@ -65,9 +70,8 @@ def audit(events: Iterable[Event], rollouts: Iterable[Rollout]) -> Audit:
                     if not work.have:  # a new rollout, or one whose tokens are thrown away
                         labelled[work.rollout], held[work.rollout] = [], []
             case Segment() if event.n:
-                version = installed[event.engine]
                 labelled[event.rollout].append(Claim(event.n, event.version, event.kv_from))
-                held[event.rollout].append(Claim(event.n, version, version))
+                held[event.rollout].append(Claim(event.n, installed[event.engine], event.kv_from))
             case _:
                 pass
     found, versions = Audit(), set()
@@ -86,9 +90,24 @@ def audit(events: Iterable[Event], rollouts: Iterable[Rollout]) -> Audit:
     return found
 
 
-def logged(path: Path) -> Iterator[Rollout]:
-    """The rollouts of a log."""
+def logged(history: Path) -> Iterator[Rollout]:
+    """The raw rollouts that lie beside a history."""
     decode = msgspec.json.Decoder(Rollout).decode
-    with zstandard.open(path, "rb") as file:
+    with zstandard.open(history.with_name(f"{history.stem}.rollouts.jsonl.zst"), "rb") as file:
         for line in file.read().splitlines():
             yield decode(line)
+
+
+async def conduct(policy: Policy, steps: int | None, seed: int) -> Audit:
+    """Run the default job on canary weights under ``policy``, and audit it. Raises WorldError if the run fails."""
+    setup = canary(load(None, steps))
+    with TemporaryDirectory() as folder:
+        history = Path(folder) / "history.jsonl"
+        rig = await Rig.start(setup, engines(policy, setup))
+        try:
+            _, end = await perform(rig, policy, seed, history)
+        finally:
+            await rig.close()
+        if not end.ok:
+            raise WorldError(end.why)
+        return audit(Reader(history).events(), logged(history))

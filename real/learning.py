@@ -1,6 +1,6 @@
 """Learning, measured through the engine: held-out scores of installed versions, and two controls that must not learn.
 
-A score is the mean reward of the held-out prompts, sampled at temperature 1 by an engine that holds the version; nothing
+A score is the mean reward of the held-out prompts, sampled at temperature 1 by an engine that has it; nothing
 is forced: rollouts stop by themselves or at the longest answer. The exam is held before anything is generated under
 the version, so that it neither shares a step with training rollouts nor meets an install.
 """
@@ -55,6 +55,13 @@ class Curve(Struct, frozen=True):
     def final(self) -> float:
         """Score of the last version."""
         return self.points[-1].score
+
+
+def good(curves: list[Curve]) -> bool:
+    """Whether runs of one kind did what they should: learn, or, as a control, not learn."""
+    if curves[0].control is not None:
+        return all(c.final <= c.start + 0.1 for c in curves)
+    return fmean(c.start for c in curves) <= 0.3 and fmean(c.final for c in curves) >= 0.7
 
 
 def setup(seed: int, steps: int) -> Setup:

@@ -46,6 +46,7 @@ class Rig:
         try:
             starting = [rig._engine(e) for e in range(engines)]
             await asyncio.gather(rig._train(trainer), *starting)
+            rig.engines = dict(sorted(rig.engines.items()))
         except BaseException:
             await rig.close()
             raise

@@ -1,14 +1,19 @@
 """Tables and lines for people, with rich."""
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING
 
 import msgspec
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from . import chart
 from .checker import Report
 from .compare import JUDGED, SHOWN, Row
 from .labels import headings
@@ -18,6 +23,13 @@ from .naming import PolicySpec
 from .replay import Divergence
 from .states import Cycle
 from .verdict import Verdict
+
+if TYPE_CHECKING:
+    from .real.canary_matrix import Cell
+    from .real.canary_run import Audit
+    from .real.learning import Curve
+
+_COLORS = ("#1f77b4", "#2ca02c", "#d62728", "#9467bd", "#7f7f7f")
 
 _TITLES = {
     "step_s": "step s",
@@ -163,6 +175,49 @@ def verdict(console: Console, found: Verdict) -> None:
         console.print("the simulation matches" if not misses else f"{misses} measures miss their bound")
 
 
+def canary(console: Console, cells: "list[Cell]") -> None:
+    """The matrix of handlings, a table a fault, and what is not as it must be."""
+    for fault in dict.fromkeys(c.fault for c in cells):
+        rows = [c for c in cells if c.fault == fault]
+        title = "right handlings"
+        if fault != "none":
+            # Checksums differ from cell to cell.
+            guards = sorted({re.sub(r"\b[0-9a-f]{32}\b", "…", c.guard) for c in rows})
+            title = f"{fault}: breaks {rows[0].invariant}; guard: {' / '.join(guards)}"
+        console.print(f"\n{title}", markup=False, soft_wrap=True)
+        table = Table("running", "KV", "transport", "seen in the tokens", "", box=SIMPLE_HEAD)
+        for c in rows:
+            said = c.shown or "; ".join(f"{a.request}: {', '.join(str(r) for r in a.said)}" for a in c.answers)
+            kv = ("flush" if c.flush else "keep") + (", shared" if c.bare else "")
+            table.add_row(c.running, kv, c.transport, said, "ok" if c.good else "MISS")
+        console.print(table)
+    right = [c for c in cells if c.fault == "none"]
+    wrong = [c for c in cells if c.fault != "none"]
+    console.print(
+        f"{sum(c.good for c in right)} of {len(right)} right handlings decode what they claim;"
+        f" {sum(c.good for c in wrong)} of {len(wrong)} wrong ones show their fault in the tokens",
+        soft_wrap=True,
+    )
+    for c in cells:
+        for answer in () if c.good else c.answers:
+            for m in answer.mismatches:
+                what = f"{c.fault}, {c.running}, {'flush' if c.flush else 'keep'}, {c.transport}"
+                console.print(f"not as it must be: {what}: {answer.request}: {m}", soft_wrap=True)
+
+
+def audits(console: Console, found: "dict[str, Audit]") -> None:
+    """What the tokens of whole runs said."""
+    for name, a in found.items():
+        console.print(
+            f"{name}: {a.tokens} tokens of {a.rollouts} rollouts, {a.mixed} of them of several versions:"
+            f" {len(a.labels)} contradict their segments, {len(a.installs)} what was installed",
+            soft_wrap=True,
+        )
+        for rollout, wrong in (a.labels | a.installs).items():
+            for m in wrong:
+                console.print(f"    rollout {rollout}: {m}", soft_wrap=True)
+
+
 def write_verdict(found: Verdict, folder: Path) -> Path:
     """The verdict as text and as JSON in ``folder``; the path of the text."""
     page = folder / "report.txt"
@@ -170,3 +225,25 @@ def write_verdict(found: Verdict, folder: Path) -> Path:
         verdict(Console(file=file, width=120, highlight=False), found)
     (folder / "report.json").write_bytes(msgspec.json.format(msgspec.json.encode(found)))
     return page
+
+
+def learning(console: Console, curves: "Sequence[Curve]") -> None:
+    """Held-out scores of runs of one policy, a column a seed."""
+    title = " ".join(filter(None, (curves[0].policy, curves[0].control)))
+    table = Table("version", *(f"seed {c.seed}" for c in curves), "mean", title=title, title_justify="left")
+    for points in zip(*(c.points for c in curves), strict=True):
+        scores = [p.score for p in points]
+        table.add_row(str(points[0].version), *(f"{s:.3f}" for s in (*scores, fmean(scores))))
+    console.print(table)
+
+
+def write_learning(curves: "Sequence[Curve]", path: Path) -> Path:
+    """A picture of ``curves`` at ``path``: one color a policy and control."""
+    colors: dict[str, str] = {}
+    lines = []
+    for c in sorted(curves, key=lambda c: (c.control or "", c.policy, c.seed)):
+        name = c.control or c.policy
+        color = colors.setdefault(name, _COLORS[len(colors) % len(_COLORS)])
+        lines.append(chart.Line(name, color, [(p.version, p.score) for p in c.points]))
+    path.write_text(chart.chart("Mean reward of held-out prompts, through the engine", "version", lines))
+    return path

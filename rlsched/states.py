@@ -31,11 +31,9 @@ from .manifest import Manifest
 from .notes import Accept, Publish
 from .scene import Scene
 
-AWAITS: dict[Kind, type[Command] | None] = {
+AWAITS: dict[Kind, type[Command]] = {
     "dispatch": Resume,
-    "accept": None,
     "sleep": Sleep,
-    "train": None,
     "pause": Pause,
     "update": Transfer,
     "wake": Wake,
@@ -139,7 +137,7 @@ class Fold:
     def cycles(self) -> list[Cycle]:
         """The cycles so far, in the order of their versions."""
         return [
-            Cycle(n, [*c.steps.values()], c.course.interrupted, c.course.resent != "")
+            Cycle(n, sorted(c.steps.values(), key=lambda s: s.line), c.course.interrupted, c.course.resent != "")
             for n, c in sorted(self._cycles.items())
             if c.steps
         ]
@@ -155,8 +153,8 @@ class Fold:
     def _settle(self) -> None:
         """Make steps of the milestones whose labels hold now."""
         for (version, kind), (line, t) in [*self._due.items()]:
-            awaited = AWAITS[kind]
-            if awaited is not None and any(isinstance(c, awaited) for c in self._scene.open.values()):
+            awaited = AWAITS.get(kind, ())
+            if any(isinstance(c, awaited) for c in self._scene.open.values()):
                 continue
             del self._due[version, kind]
             cycle = self._cycle(version)
@@ -243,7 +241,8 @@ def pick(cycles: list[Cycle], version: int | None = None) -> Cycle:
         for cycle in cycles:
             if cycle.version == version:
                 return cycle
-        raise InputError(f"no cycle leads to version {version}; there are {_range(cycles)}")
+        there = f"{cycles[0].version} to {cycles[-1].version}" if cycles else "none"
+        raise InputError(f"no cycle leads to version {version}; there are {there}")
     if not cycles:
         raise InputError("the history has no cycle: nothing was dispatched")
     return max(cycles, key=_shows)
@@ -253,7 +252,3 @@ def _shows(cycle: Cycle) -> tuple[int, int, bool, bool]:
     kinds = [s.kind for s in cycle.steps]
     waited = "accept" in kinds and "train" in kinds and kinds.index("accept") < kinds.index("train")
     return cycle.interrupted + cycle.resent, len(kinds), waited, cycle.version > 1
-
-
-def _range(cycles: list[Cycle]) -> str:
-    return f"{cycles[0].version} to {cycles[-1].version}" if cycles else "none"

@@ -351,7 +351,8 @@ def test_a_failed_rollout_rejects_its_group(hand: Hands) -> None:
 
 
 def test_surplus_samples_are_called_back_when_the_group_is_whole(hand: Hands) -> None:
-    drive = hand(replace(areal_async(), **call("admit", lambda ledger: starts(ledger, 1 - ledger.counters.admitted, 2))))
+    two_more = call("admit", lambda ledger: starts(ledger, 1 - ledger.counters.admitted, 2))
+    drive = hand(replace(areal_async(), **two_more))
     drive.begin()
     out = drive.finish(1)
     assert one(out, Abort) == Abort(2, 0, [0, 2], "cancel")

@@ -1,4 +1,4 @@
-"""The history file: what is written is read back, what is broken is refused with its place, a killed run stays readable."""
+"""The history file: it is read back as written, refused with its place when broken, and readable after a kill."""
 
 import gc
 import json

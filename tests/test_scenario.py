@@ -1,16 +1,17 @@
 """Scenarios: what a file leaves out keeps its default, what it gets wrong is named, and the template says it all."""
 
 import tomllib
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from rlsched.sim.scenario import EngineCosts, Scenario, TransportCosts, load
+from rlsched.sim.template import template
 
 from rlsched.errors import InputError
 from rlsched.shape import Shape
-from rlsched.sim.scenario import EngineCosts, Scenario, TransportCosts, load
-from rlsched.sim.template import template
 from rlsched.workload import Length, Workload
 
 
@@ -167,7 +168,12 @@ def test_what_can_never_fit_into_kv_is_refused_to_the_token(scale: int) -> None:
 
 def test_a_bucket_takes_its_overhead_and_its_bytes() -> None:
     costs = TransportCosts(
-        ipc_begin_s=1.0, ipc_bucket_s=0.5, ipc_gbps=2.0, broadcast_begin_s=3.0, broadcast_bucket_s=0.25, broadcast_gbps=4.0
+        ipc_begin_s=1.0,
+        ipc_bucket_s=0.5,
+        ipc_gbps=2.0,
+        broadcast_begin_s=3.0,
+        broadcast_bucket_s=0.25,
+        broadcast_gbps=4.0,
     )
     assert costs.begin_s("ipc") == 1.0 and costs.begin_s("broadcast") == 3.0
     assert costs.bucket_s("ipc", 10**9) == 0.5 + 0.5
@@ -194,7 +200,7 @@ def test_the_template_names_every_field_once() -> None:
 
 def test_every_field_of_the_template_is_explained() -> None:
     lines = template().splitlines()
-    for before, line in zip(lines, lines[1:], strict=False):
+    for before, line in pairwise(lines):
         if " = " in line and not line.startswith("# "):
             assert before.startswith("# ") and not before.endswith("="), line
 

@@ -48,7 +48,9 @@ def of_kind(vectors: list[dict[str, Any]]) -> Callable[..., list[tuple[str, dict
     """Vectors of a kind that have a counterpart: id, inputs, expected; at least ``least`` of them."""
 
     def choose(kind: str, least: int) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
-        found = [(v["id"], v["inputs"], v["expected"]) for v in vectors if v["kind"] == kind and v["id"] not in UNMAPPED]
+        found = [
+            (v["id"], v["inputs"], v["expected"]) for v in vectors if v["kind"] == kind and v["id"] not in UNMAPPED
+        ]
         assert len(found) >= least
         return found
 

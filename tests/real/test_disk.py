@@ -7,7 +7,6 @@ import asyncio
 import pytest
 from rlsched.real.client import CommandFailed
 from rlsched.real.config import EngineConfig, TrainerConfig
-from rlsched.real.job import engines as count
 from rlsched.real.job import perform
 from rlsched.real.model import ModelSpec, build
 from rlsched.real.rig import Rig
@@ -168,30 +167,30 @@ def test_a_bucket_is_read_only_inside_an_update(rig, engines, trainer, tmp_path)
     rig.run(early())
 
 
-@pytest.mark.parametrize("preset", ["areal-async,admit.eta=1", "verl-hybrid"])
-def test_a_run_publishes_through_disk(tmp_path, preset):
+def test_both_presets_publish_through_disk(tmp_path):
     setup = Setup(shape=Shape(b=3, samples=2, steps=4, budget=96))
-    policy = parse(f"{preset},publish.transport=disk", ())
-    path = tmp_path / "history.jsonl"
+    names = ("areal-async,admit.eta=1,publish.transport=disk", "verl-hybrid,publish.transport=disk")
+    paths = [tmp_path / f"{i}.jsonl" for i in range(len(names))]
 
     async def run():
-        rig = await Rig.start(setup, count(policy, setup))
+        rig = await Rig.start(setup, 1)
         try:
-            _, end = await perform(rig, policy, 3, path)
-            digests = [await m.checksum() for m in (rig.trainer, *rig.engines.values())]
+            for name, path in zip(names, paths, strict=True):
+                _, end = await perform(rig, parse(name, ()), 3, path)
+                assert end.ok, end.why
+                digests = [await m.checksum() for m in (rig.trainer, rig.engines[0])]
+                assert {d.version for d in digests} == {4}
+                assert len({d.checksum for d in digests}) == 1
         finally:
             await rig.close()
-        return end, digests
 
-    end, digests = asyncio.run(run())
-    assert end.ok
-    assert {d.version for d in digests} == {4}
-    assert len({d.checksum for d in digests}) == 1
-    assert check(Reader(path)).counts == {}
-    assert replay(Reader(path)).divergence is None
-    events = list(Reader(path).events())
-    transfers = [e for e in events if isinstance(e, Transfer)]
-    assert [t.version for t in transfers] == [1, 2, 3, 4]
-    assert {t.transport for t in transfers} == {"disk"}
-    for kind, n in ((Updating, 4), (Bucket, 4), (Installed, 4)):
-        assert sum(isinstance(e, kind) and e.by > 0 for e in events) == n
+    asyncio.run(run())
+    for path in paths:
+        assert check(Reader(path)).counts == {}
+        assert replay(Reader(path)).divergence is None
+        events = list(Reader(path).events())
+        transfers = [e for e in events if isinstance(e, Transfer)]
+        assert [t.version for t in transfers] == [1, 2, 3, 4]
+        assert {t.transport for t in transfers} == {"disk"}
+        for kind in (Updating, Bucket, Installed):
+            assert sum(isinstance(e, kind) and e.by > 0 for e in events) == 4
