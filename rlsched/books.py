@@ -224,7 +224,7 @@ def _take(ledger: Ledger, prompt: int, queue: str) -> int:
 
 def _segment(ledger: Ledger, fact: Segment, out: Out) -> bool:
     rollout = ledger.rollouts.get(fact.rollout)
-    if rollout is None or rollout.state != "live" or rollout.by != fact.by:
+    if rollout is None or rollout.state != "live" or (rollout.by, rollout.engine) != (fact.by, fact.engine):
         ledger.counters.ignored += 1
         return False
     if fact.n:

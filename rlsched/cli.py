@@ -23,14 +23,22 @@ from .replay import replay as replay_history
 from .states import pick
 from .states import states as cycles_of
 
+
+class Pipe(Console):
+    """A console whose reader may leave early."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 app = App(
     name="rlsched",
     help="Scheduling policies for RL post-training: simulate them, run them on real engines, check and compare.",
     help_on_error=False,
     version_flags=["--version"],
 )
-out = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
-err = Console(stderr=True, highlight=False)
+out = Pipe(highlight=False, emoji=False, width=None if sys.stdout.isatty() else 120)
+err = Pipe(stderr=True, highlight=False, emoji=False)
 
 Settings = Annotated[tuple[str, ...], Parameter(name="--set", negative=())]
 Changes = Annotated[tuple[str, ...], Parameter(name="--with", negative=())]
@@ -375,7 +383,8 @@ def check(histories: Files, *, salvage: bool = False, json: Json = False) -> int
         if json:
             _json({"history": str(path), "ok": found.ok, "report": found})
         else:
-            out.print(f"{path}: {found.events} events{', open: checked as a prefix' if found.open else ''}")
+            what = f"{path}: {found.events} events{', open: checked as a prefix' if found.open else ''}"
+            out.print(what, markup=False, soft_wrap=True)
             report.violations(out, found)
     return 0 if good else 1
 
@@ -397,7 +406,8 @@ def replay(history: Path, *, salvage: bool = False, json: Json = False) -> int:
     if json:
         _json({"history": str(history), "ok": found.divergence is None, "replay": found})
     elif found.divergence is None:
-        out.print(f"{history}: exact: {found.facts} facts gave the {found.answers} recorded commands and notes")
+        what = f"{history}: exact: {found.facts} facts gave the {found.answers} recorded commands and notes"
+        out.print(what, markup=False, soft_wrap=True)
     else:
         report.divergence(out, history, found.divergence)
     return 0 if found.divergence is None else 1

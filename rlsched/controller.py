@@ -9,6 +9,8 @@ fact it runs to a fixpoint in one fixed order, because two orders are two schedu
 from collections.abc import Callable
 from typing import Any
 
+from msgspec import Struct, ValidationError, convert, to_builtins
+
 from .books import Out, admit, expire, fold, go, issue, next_id, refresh, stop, wait
 from .commands import Command, Generate, Timer, Work
 from .decisions import Batch, Hold, Install, Move, Start, Verdict, Wait
@@ -28,7 +30,7 @@ class Controller:
 
     def __init__(self, policy: Policy, shape: Shape, seed: int = 0) -> None:
         self.policy = policy
-        devices = self._ask("place", policy.place.layout, shape)
+        devices = policy.layout(shape)
         engines = {d.engine: Engine(d.engine) for d in devices if d.engine is not None}
         self.ledger = Ledger(shape, seed, devices, engines)
         refresh(self.ledger)
@@ -129,6 +131,8 @@ class Controller:
         behind = {*ledger.behind()}
         self._check("publish", bool(behind & {*update.engines}), f"engines {update.engines} hold that version already")
         self._check("publish", {*update.engines} <= {*ledger.serving()}, f"of engines {update.engines} some are down")
+        self._check("publish", len({*update.engines}) == len(update.engines), "an engine is named twice")
+        self._check("publish", update.bucket >= 1, f"buckets of {update.bucket} bytes")
         ledger.update = update
         return True
 
@@ -251,20 +255,24 @@ class Controller:
         slot = getattr(self.policy, name)
         answer = self._ask(name, slot.decide, self.states[name], self.ledger, *args)
         self._check(name, isinstance(answer, kind), f"decide returned {answer!r}")
+        for part in answer if isinstance(answer, list | tuple) else (answer,):
+            if isinstance(part, Struct):
+                self._sound(name, part)
         return answer
 
-    def _ask(self, name: str, question: Callable[..., Any], *args: Any) -> Any:
+    def _sound(self, name: str, part: Struct) -> None:
+        """See to it that the fields of a decision have their types, which msgspec doesn't when it builds one."""
         try:
-            return question(*args)
-        except PolicyError:
-            raise
-        except Exception as error:
-            raise self._error(name, f"{type(error).__name__}: {error}") from error
+            convert(to_builtins(part), type(part))
+        except (ValidationError, TypeError) as error:
+            raise self._error(name, f"{part!r}: {error}") from None
+
+    def _ask(self, name: str, question: Callable[..., Any], *args: Any) -> Any:
+        return self.policy.ask(name, question, *args)
 
     def _check(self, name: str, good: bool, what: str) -> None:
         if not good:
             raise self._error(name, what)
 
     def _error(self, name: str, what: str) -> PolicyError:
-        slot = type(getattr(self.policy, name))
-        return PolicyError(f"policy {self.policy.name}, slot {name} ({slot.__name__}): {what}")
+        return self.policy.error(name, what)

@@ -5,6 +5,10 @@ class InputError(ValueError):
     """Bad input: a file, a field or an argument. The command line prints it and exits with 2."""
 
 
+class BusyError(InputError):
+    """Another run is writing the file."""
+
+
 class PolicyError(InputError):
     """A policy slot raised, or answered something that can't be done."""
 

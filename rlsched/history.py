@@ -16,7 +16,7 @@ import msgspec
 import zstandard
 
 from .commands import AnyCommand, Command
-from .errors import InputError
+from .errors import BusyError, InputError
 from .facts import AnyFact, End, Fact
 from .manifest import SCHEMA, Manifest
 from .notes import AnyNote, Note
@@ -42,11 +42,13 @@ class Writer:
         self._buffer = bytearray()
         try:
             self._file: BinaryIO = self.path.open("ab")
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InputError(f"{path}: another run is writing it; name another file") from None
         except OSError as error:
             raise InputError(f"{path}: {error.strerror}") from None
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.close()
+            raise BusyError(f"{path}: another run is writing it; name another file") from None
         self._file.truncate(0)
         self._zstd = zstandard.ZstdCompressor().compressobj() if ".zst" in self.path.suffixes else None
 
@@ -96,9 +98,13 @@ class Writer:
 @contextmanager
 def whole(path: Path | str) -> Iterator[Path]:
     """A path to write to that becomes ``path`` when the block ends well, and is removed when it fails."""
-    part = Path(f"{path}.part")
+    path, part = Path(path), Path(f"{path}.part")
+    if path.exists() and not path.is_file():
+        raise InputError(f"{path}: not a regular file; name another one")
     try:
         yield part
+    except BusyError:
+        raise  # the part is the other run's
     except BaseException:
         part.unlink(missing_ok=True)
         raise
@@ -129,7 +135,7 @@ class Reader:
             self.line += 1
             try:
                 event = decode(raw)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 raise InputError(f"{self.path}, line {self.line}: {error}") from None
             if not self.open:
                 raise InputError(f"{self.path}, line {self.line}: an event after the end; cut the file there")
@@ -139,7 +145,7 @@ class Reader:
     def _manifest(self, raw: bytes) -> Manifest:
         try:
             head: Any = msgspec.json.decode(raw)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise InputError(f"{self.path}, line 1: not a manifest: {error}") from None
         if not isinstance(head, dict) or head.get("ev") != "manifest":
             raise InputError(f"{self.path}, line 1: not a manifest; a history begins with one")

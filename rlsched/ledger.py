@@ -223,5 +223,6 @@ class Ledger(Struct):
         return [e.id for e in self.engines.values() if e.serving]
 
     def behind(self) -> list[int]:
-        """Engines that are up and don't hold the trained version."""
-        return [e.id for e in self.engines.values() if e.serving and e.installed != self.x]
+        """Engines that are up and don't hold the trained version; sleeping ones only once it is a new one."""
+        up = [e for e in self.engines.values() if e.serving and e.installed != self.x]
+        return [e.id for e in up if self.x > self.v or "weights" in e.awake]

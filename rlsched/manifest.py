@@ -48,7 +48,7 @@ class Manifest(Struct, frozen=True, tag_field="ev", tag="manifest", forbid_unkno
 
 def manifest(world: Literal["sim", "real"], policy: Policy, shape: Shape, seed: int, **facts: Any) -> Manifest:
     """The manifest of a run of ``policy``; ``facts`` are the other fields."""
-    devices = policy.place.layout(shape)
+    devices = policy.layout(shape)
     return Manifest(
         schema=SCHEMA,
         world=world,

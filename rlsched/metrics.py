@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from msgspec import Struct
 
 from .commands import Abort, Command, Train, Transfer
-from .facts import Begin, Done, Fact, Scored, Segment
+from .facts import Begin, Done, Down, Fact, Scored, Segment
 from .history import Event
 from .notes import Admit, Cancel, Drop, Go, Publish, Reject, Wait
 from .shape import Device
@@ -74,6 +74,8 @@ class Meter:
         if isinstance(event, Fact):
             self._now = event.t
         match event:
+            case Down() if event.engine is not None:
+                self._leave(event.engine, {*self._live.get(event.engine, ())})
             case Begin():
                 self._begin = self._last = event.t
             case Segment():
@@ -130,10 +132,16 @@ class Meter:
             return
         self._interrupted += event.end == "abort" and event.rollout in self._returning
         self._returning.discard(event.rollout)
-        live = self._live.get(event.engine, set())
-        live.discard(event.rollout)
+        self._leave(event.engine, {event.rollout})
+
+    def _leave(self, engine: int, rollouts: set[int]) -> None:
+        """``rollouts`` are no longer inside ``engine``."""
+        live = self._live.get(engine, set())
+        if not live & rollouts:
+            return
+        live -= rollouts
         if not live:
-            self._engine_busy += self._now - self._live_since.get(event.engine, self._now)
+            self._engine_busy += self._now - self._live_since[engine]
             if not any(self._live.values()):
                 self._generation += self._now - self._pool_since
 
@@ -158,7 +166,7 @@ class Meter:
 
     def _metrics(self) -> Metrics:
         n = max(1, self._versions)
-        duration = max(1, self._last - self._begin)
+        duration = max(1, (self._last if self._versions else self._now) - self._begin)
         open_engines = sum(self._now - self._live_since[e] for e, live in self._live.items() if live)
         generation = self._generation + (self._now - self._pool_since if any(self._live.values()) else 0)
         return Metrics(

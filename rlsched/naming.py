@@ -52,12 +52,13 @@ def parse(argument: str, settings: Iterable[str] = ()) -> Policy:
 
 def spec(policy: Policy) -> PolicySpec:
     """How to make ``policy`` again."""
-    return PolicySpec(policy.name, {n: SlotSpec(_where(type(s)), _fields(s)) for n, s in policy.slots()})
+    slots = {n: SlotSpec(_where(type(s)), policy.ask(n, _fields, s)) for n, s in policy.slots()}
+    return PolicySpec(policy.name, slots)
 
 
 def build(saved: PolicySpec) -> Policy:
     """The policy of a manifest."""
-    slots = {n: _make(_load(s.type, n), s.fields, f"policy {saved.name}, slot {n}") for n, s in saved.slots.items()}
+    slots = {n: _make(_load(s.type, n), s.fields, f"policy {saved.name}, slot {n}", n) for n, s in saved.slots.items()}
     if {*slots} != {*SLOTS}:
         raise InputError(f"policy {saved.name}: the manifest names the slots {', '.join(slots)}")
     return Policy(saved.name, **slots)
@@ -73,10 +74,12 @@ def _named(name: str) -> Policy:
     if callable(found) and not isinstance(found, Policy):
         try:
             found = found()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise InputError(f"policy {name}: calling it raised {type(error).__name__}: {error}") from error
     if not isinstance(found, Policy):
         raise InputError(f"policy {name}: it is a {type(found).__name__}, not a rlsched Policy")
+    for slot, made in found.slots():
+        _whole(made, slot, f"policy {name}, slot {slot}")
     return found
 
 
@@ -90,12 +93,16 @@ def _set(policy: Policy, setting: str) -> Policy:
         raise InputError(f"{where}: no slot {slot!r}; the slots are {', '.join(SLOTS)}")
     old = getattr(policy, slot)
     if not dot:
-        return replace(policy, **{slot: _make(_load(value, slot), {}, where)})
+        try:
+            found = _load(value, slot)
+        except InputError as error:
+            raise InputError(f"{where}: {error}") from error
+        return replace(policy, **{slot: _make(found, {}, where, slot)})
     fields = _fields(old)
     if field not in fields:
         known = ", ".join(fields) or "none"
         raise InputError(f"{where}: {type(old).__name__} has no field {field!r}; its fields are: {known}")
-    return replace(policy, **{slot: _make(type(old), {**fields, field: _value(value)}, where)})
+    return replace(policy, **{slot: _make(type(old), {**fields, field: _value(value)}, where, slot)})
 
 
 def _split(argument: str) -> list[str]:
@@ -120,16 +127,18 @@ def _value(text: str) -> Any:
 
 
 def _fields(slot: object) -> dict[str, Any]:
-    if isinstance(slot, Struct) or hasattr(type(slot), "__dataclass_fields__"):
-        built: dict[str, Any] = msgspec.to_builtins(slot)
-        return built
-    names = [p for p in inspect.signature(type(slot)).parameters if hasattr(slot, p)]
-    return {name: getattr(slot, name) for name in names}
+    if isinstance(slot, Struct):
+        names = [*slot.__struct_fields__]
+    else:
+        names = [p for p in inspect.signature(type(slot)).parameters if hasattr(slot, p)]
+    built: dict[str, Any] = msgspec.to_builtins({name: getattr(slot, name) for name in names})
+    return built
 
 
-def _make(kind: Any, fields: dict[str, Any], where: str) -> Any:
-    """A slot of class ``kind``. An instance stands for its class and fields."""
+def _make(kind: Any, fields: dict[str, Any], where: str, slot: str) -> Any:
+    """Slot ``slot`` of class ``kind``. An instance stands for its class and fields."""
     if not isinstance(kind, type):
+        _whole(kind, slot, where)
         fields, kind = {**_fields(kind), **fields}, type(kind)
     try:
         if issubclass(kind, Struct) or hasattr(kind, "__dataclass_fields__"):
@@ -138,10 +147,16 @@ def _make(kind: Any, fields: dict[str, Any], where: str) -> Any:
             made = kind(**fields)
     except Exception as error:
         raise InputError(f"{where}: {error}") from error
-    missing = [m for m in ("start", "observe", "promises", "decide") if not callable(getattr(made, m, None))]
-    if missing:
-        raise InputError(f"{where}: {kind.__name__} has no {missing[0]}(); derive it from rlsched.slot.Slot")
+    _whole(made, slot, where)
     return made
+
+
+def _whole(made: object, slot: str, where: str) -> None:
+    """See to it that a slot has its methods."""
+    methods = ("start", "observe", "promises", "decide", *(("layout",) if slot == "place" else ()))
+    missing = [m for m in methods if not callable(getattr(made, m, None))]
+    if missing:
+        raise InputError(f"{where}: {type(made).__name__} has no {missing[0]}(); derive it from rlsched.slot.Slot")
 
 
 def _load(target: str, slot: str | None) -> Any:
@@ -173,7 +188,7 @@ def _file(place: str) -> ModuleType:
     sys.modules[name] = module
     try:
         found.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise InputError(f"{place}: importing it raised {type(error).__name__}: {error}") from error
     return module
@@ -184,7 +199,7 @@ def _module(place: str) -> ModuleType:
     sys.path.insert(0, here)
     try:
         return importlib.import_module(place)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise InputError(f"{place}: importing it raised {type(error).__name__}: {error}") from error
     finally:
         sys.path.remove(here)

@@ -3,12 +3,14 @@
 In Python: ``replace(areal_async(), admit=Cap(eta=1))``. On the command line see ``naming``.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, convert, to_builtins
 from msgspec.structs import replace
 
-from .shape import Promises, Shape, merge
+from .errors import PolicyError
+from .shape import Device, Promises, Shape, merge
 from .slot import AdmitSlot, Common, ExpireSlot, PlaceSlot, PublishSlot, RouteSlot, SelectSlot
 from .slots.admit import Barrier, Cap
 from .slots.expire import Never
@@ -39,7 +41,35 @@ class Policy(Struct, frozen=True):
 
     def promises(self, shape: Shape) -> Promises:
         """What the checker holds this policy to."""
-        return merge([slot.promises(shape) for _, slot in self.slots()])
+        found = []
+        for name, slot in self.slots():
+            found.append(promise := self.ask(name, slot.promises, shape))
+            if not isinstance(promise, Promises):
+                raise self.error(name, f"promises returned {promise!r}")
+        return merge(found)
+
+    def layout(self, shape: Shape) -> list[Device]:
+        """The devices, as the place slot lays them out: numbered from 0, with an engine and a trainer among them."""
+        devices: list[Device] = self.ask("place", lambda: convert(to_builtins(self.place.layout(shape)), list[Device]))
+        engines = [d.engine for d in devices if d.engine is not None]
+        if [d.id for d in devices] != [*range(len(devices))] or len({*engines}) < len(engines):
+            raise self.error("place", "its layout must number devices 0, 1, … and give each engine one of its own")
+        if not engines or not any(d.trainer for d in devices):
+            raise self.error("place", "its layout has no engine or no trainer")
+        return devices
+
+    def ask(self, name: str, question: Callable[..., Any], *args: Any) -> Any:
+        """The answer of slot ``name``. Raises PolicyError when it raises anything."""
+        try:
+            return question(*args)
+        except PolicyError:
+            raise
+        except Exception as error:
+            raise self.error(name, f"{type(error).__name__}: {error}") from error
+
+    def error(self, name: str, what: str) -> PolicyError:
+        """What is wrong with slot ``name``."""
+        return PolicyError(f"policy {self.name}, slot {name} ({type(getattr(self, name)).__name__}): {what}")
 
 
 def verl_hybrid() -> Policy:

@@ -17,6 +17,7 @@ class Length(Struct, frozen=True, forbid_unknown_fields=True):
     """A distribution of token counts, clipped to 1 … ``most``."""
 
     kind: Literal["fixed", "lognormal"] = "fixed"
+    """``fixed``: always the mean; ``lognormal``: the usual shape of answers, a few of them long."""
     mean: float = 128.0
     """Mean before clipping, in tokens."""
     sigma: float = 0.6

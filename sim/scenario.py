@@ -5,6 +5,7 @@ Seconds and bytes are what a person measures; ``sim`` turns them into integer pi
 
 import tomllib
 from collections.abc import Iterable
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -213,12 +214,22 @@ def load(path: Path | str | None, changes: Iterable[str] = ()) -> Scenario:
     Raises InputError that names the file and the field.
     """
     raw = {} if path is None else _read(path)
-    for change in changes:
-        _change(raw, change)
     try:
+        for change in changes:
+            _change(raw, change)
+        _finite(raw, "")
         return msgspec.convert(_merge(msgspec.to_builtins(Scenario()), raw), Scenario)
     except (msgspec.ValidationError, InputError) as error:
         raise InputError(f"{path or 'scenario'}: {error}") from None
+
+
+def _finite(value: Any, name: str) -> None:
+    """Refuse nan, which passes every comparison, and infinite numbers."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            _finite(inner, f"{name}{key}." if isinstance(inner, dict) else name + key)
+    elif isinstance(value, float) and not isfinite(value):
+        raise InputError(f"{name} is {value}: it must be a finite number")
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
@@ -241,6 +252,8 @@ def _change(raw: dict[str, Any], change: str) -> None:
         parsed = value
     for table in tables:
         raw = raw.setdefault(table, {})
+        if not isinstance(raw, dict):
+            raise InputError(f"{change!r}: {table} is no table but {raw!r}")
     raw[field] = parsed
 
 

@@ -169,9 +169,7 @@ class World:
 
 def describe(scenario: Scenario, policy: Policy, seed: int) -> Manifest:
     """The manifest of a simulated run."""
-    devices = policy.place.layout(scenario.shape)
-    if not any(d.engine is not None for d in devices) or not any(d.trainer for d in devices):
-        raise InputError(f"policy {policy.name}: its layout has no engine or no trainer")
+    devices = policy.layout(scenario.shape)
     return manifest(
         "sim",
         policy,

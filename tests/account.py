@@ -3,12 +3,11 @@
 from collections import Counter
 from collections.abc import Iterable
 
-from rlsched.sim.scenario import Scenario
-
 from rlsched.commands import Abort, Generate, Train
 from rlsched.facts import Scored, Segment
 from rlsched.history import Event
 from rlsched.notes import Accept, Admit, Cancel, Drop, Reject
+from rlsched.sim.scenario import Scenario
 
 
 class Account:

@@ -33,9 +33,7 @@ def scenario(steps: int, engines: int = 64, samples: int = 16, blocks: int = AMP
     """512 groups a batch, lognormal lengths of mean 2,000 capped at 8,192, 256 sequences an engine."""
     return Scenario(
         shape=Shape(b=512, samples=samples, engines=engines, budget=8192, steps=steps),
-        workload=Workload(
-            prompt=Length(mean=256), output=Length(kind="lognormal", mean=2000, sigma=0.8, most=8192)
-        ),
+        workload=Workload(prompt=Length(mean=256), output=Length(kind="lognormal", mean=2000, sigma=0.8, most=8192)),
         engine=EngineCosts(kv_blocks=blocks, max_num_seqs=256),
     )
 
@@ -71,7 +69,9 @@ def simpy_timeouts_per_s(n: int = 300_000) -> float:
 
 def peak_mb(steps: int) -> float:
     """Peak resident memory of a run of so many steps, in a process of its own."""
-    told = subprocess.run([sys.executable, __file__, "--memory", str(steps)], check=True, capture_output=True, text=True)
+    told = subprocess.run(
+        [sys.executable, __file__, "--memory", str(steps)], check=True, capture_output=True, text=True
+    )
     return float(told.stdout)
 
 

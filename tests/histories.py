@@ -5,8 +5,6 @@ from functools import cache
 from typing import Any
 
 from msgspec.structs import replace
-from rlsched.sim.scenario import load
-from rlsched.sim.world import World
 
 from rlsched.checker import Checker, Report
 from rlsched.commands import (
@@ -48,6 +46,8 @@ from rlsched.manifest import Manifest, manifest
 from rlsched.notes import Accept, Admit, Cancel, Drop, Go, Publish, Reject, Wait
 from rlsched.policy import Policy, areal_async, verl_hybrid
 from rlsched.shape import Promises, Shape
+from rlsched.sim.scenario import load
+from rlsched.sim.world import World
 from rlsched.slots.admit import Cap, starts
 from rlsched.slots.expire import AgeBound
 from rlsched.slots.publish import EveryVersion

@@ -9,8 +9,6 @@ from typing import Any
 import msgspec
 import pytest
 from msgspec.structs import replace
-from rlsched.sim.scenario import load
-from rlsched.sim.world import World
 
 from rlsched.checker import INVARIANTS, Checker, check
 from rlsched.checker.report import KEPT
@@ -46,6 +44,8 @@ from rlsched.history import Reader, Writer
 from rlsched.notes import Accept, Admit, Cancel, Drop, Go, Publish, Reject, Wait
 from rlsched.policy import Policy
 from rlsched.shape import Promises
+from rlsched.sim.scenario import load
+from rlsched.sim.world import World
 from rlsched.slots.admit import Barrier, Cap
 from rlsched.slots.expire import AgeBound, Never
 from rlsched.slots.place import Colocated, Disaggregated

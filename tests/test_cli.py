@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rlsched.sim.scenario import Scenario, load
 
 from rlsched.cli import app, main
 from rlsched.history import Reader, Writer, whole
@@ -18,6 +17,7 @@ from rlsched.manifest import manifest
 from rlsched.naming import parse
 from rlsched.policy import areal_async
 from rlsched.shape import Shape
+from rlsched.sim.scenario import Scenario, load
 
 COMMANDS = tuple(name for name in app if not name.startswith("-"))
 SMALL = ("--steps=3", *(f"--with=shape.{n}" for n in ("b=2", "samples=2", "engines=2", "budget=300")))

@@ -4,31 +4,25 @@ Whole simulated worlds. A crash is put at an instant at which something else hap
 and after every command and effect; which of the two comes first is the seed's to say.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from rlsched.sim.scenario import Crash, Faults, MemoryCosts, Scenario, TrainerCosts
 
-from rlsched.commands import Abort, Generate, Pause, Resume, Sleep, Stop, Train, Transfer, Wake
-from rlsched.facts import Done, Down, Fact, Installed, Scored, Segment, Trained, Up, Updating
+from rlsched.commands import Generate
+from rlsched.facts import Done, Down, Fact, Scored, Segment
 from rlsched.history import Event
-from rlsched.notes import Cancel, Publish
-from rlsched.policy import Policy, areal_async, verl_hybrid
-from rlsched.shape import Shape
+from rlsched.policy import Policy
+from rlsched.sim.scenario import Crash, Faults, Scenario
 from rlsched.slots.admit import Cap
-from rlsched.slots.expire import AgeBound, Never
 from rlsched.slots.place import Colocated, Disaggregated
 from rlsched.slots.publish import EveryVersion
-from rlsched.slots.route import LeastLoaded
-from rlsched.testing import Run, Tally, assert_clean, policies, run, scenarios, seeds, workloads
+from rlsched.testing import Tally, assert_clean, policies, run, scenarios, seeds
 
 from .account import Account
 from .test_properties import examples
-from .test_world import busy, eager
 
 NS = 1e9
 
@@ -46,7 +40,10 @@ class Survivors(Account):
 
     def take(self, event: Event) -> None:
         if isinstance(event, Segment | Scored | Done):
-            words = (type(event), *(getattr(event, name) for name in event.__struct_fields__ if name not in ("t", "parts")))
+            words = (
+                type(event),
+                *(getattr(event, name) for name in event.__struct_fields__ if name not in ("t", "parts")),
+            )
             self.seen["repeated"] += words in self.told
             if words in self.told:
                 return

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import Struct
 from msgspec.structs import replace
-from rlsched.sim.scenario import Scenario
 
 from rlsched.commands import Abort, Generate, Train
 from rlsched.decisions import Batch, Hold, Start, Wait
@@ -19,6 +18,7 @@ from rlsched.naming import build, parse
 from rlsched.notes import Accept, Admit, Reject
 from rlsched.policy import Policy, areal_async
 from rlsched.shape import Promises, Shape
+from rlsched.sim.scenario import Scenario
 from rlsched.slot import Cause, Slot
 from rlsched.slots.admit import Cap, starts
 from rlsched.slots.place import Disaggregated

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from rlsched.sim.scenario import EngineCosts, Scenario, TrainerCosts, TransportCosts
 
 from rlsched.commands import Abort, Generate, Train
 from rlsched.facts import Segment
@@ -20,6 +19,7 @@ from rlsched.history import Event
 from rlsched.notes import Accept, Admit, Cancel, Drop, Publish, Reject
 from rlsched.policy import Policy, areal_async, verl_hybrid
 from rlsched.shape import Shape
+from rlsched.sim.scenario import EngineCosts, Scenario, TrainerCosts, TransportCosts
 from rlsched.slot import SelectSlot
 from rlsched.slots.admit import Cap
 from rlsched.slots.expire import AgeBound, Never

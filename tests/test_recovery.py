@@ -8,7 +8,6 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from rlsched.sim.scenario import Scenario
 
 from rlsched.commands import Command
 from rlsched.controller import Controller
@@ -16,6 +15,7 @@ from rlsched.facts import AnyFact, Done, End, Fact, Scored, Segment
 from rlsched.history import Event, Line
 from rlsched.ledger import Ledger
 from rlsched.policy import Policy
+from rlsched.sim.scenario import Scenario
 from rlsched.slots.admit import Cap
 from rlsched.slots.place import Disaggregated
 from rlsched.slots.publish import EveryVersion

@@ -8,8 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from rlsched.sim.scenario import load
-from rlsched.sim.world import World
 
 from rlsched.cli import main
 from rlsched.commands import Command, Stop
@@ -21,6 +19,8 @@ from rlsched.manifest import Manifest
 from rlsched.naming import build, parse
 from rlsched.notes import Go, Note
 from rlsched.replay import Replay, compare, replay
+from rlsched.sim.scenario import load
+from rlsched.sim.world import World
 
 POLICIES = (
     "verl-hybrid",

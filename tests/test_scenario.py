@@ -7,11 +7,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from rlsched.sim.scenario import EngineCosts, Scenario, TransportCosts, load
-from rlsched.sim.template import template
 
 from rlsched.errors import InputError
 from rlsched.shape import Shape
+from rlsched.sim.scenario import EngineCosts, Scenario, TransportCosts, load
+from rlsched.sim.template import template
 from rlsched.workload import Length, Workload
 
 

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from msgspec.structs import replace
-from rlsched.sim.scenario import Control, EngineCosts, MemoryCosts, Scenario, TrainerCosts, TransportCosts
 
 from rlsched.checker import Checker
 from rlsched.commands import Abort, Generate, Offload, Resume, Sleep, Timer, Train, Transfer, Wake
@@ -25,6 +24,7 @@ from rlsched.notes import Accept, Admit, Cancel, Go, Publish, Wait
 from rlsched.policy import Policy
 from rlsched.replay import compare
 from rlsched.shape import Shape
+from rlsched.sim.scenario import Control, EngineCosts, MemoryCosts, Scenario, TrainerCosts, TransportCosts
 from rlsched.testing import Run, assert_clean, batches, run, scenarios, seeds
 from rlsched.workload import Length, Workload
 
@@ -43,7 +43,9 @@ def world(**shape: int) -> Scenario:
         engine=EngineCosts(step_s=1e-2, seq_s=1e-4, kv_s=1e-7, prompt_s=1e-5, kv_blocks=512),
         trainer=TrainerCosts(update_s=0.2, update_token_s=1e-5, parameters_gb=2.0, optimizer_gb=4.0),
         transport=TransportCosts(version_gb=1.0, ipc_gbps=50.0, broadcast_gbps=20.0),
-        memory=MemoryCosts(device_gb=8.0, kv_gb=6.0, offload_gbps=50.0, sleep_s=0.02, wake_weights_s=0.01, wake_kv_s=0.01),
+        memory=MemoryCosts(
+            device_gb=8.0, kv_gb=6.0, offload_gbps=50.0, sleep_s=0.02, wake_weights_s=0.01, wake_kv_s=0.01
+        ),
         control=Control(latency_s=1e-3),
     )
 
@@ -314,7 +316,9 @@ def test_lending_is_timed_and_measured() -> None:
 
 def test_lending_pays_or_is_left() -> None:
     """It saves time; where a switch costs more than it gains, devices are lent once, to learn that, and no more."""
-    assert mean(steps(history("lending").events)) < 0.95 * mean(steps(history("lending", "place.patience_s=1e6").events))
+    assert mean(steps(history("lending").events)) < 0.95 * mean(
+        steps(history("lending", "place.patience_s=1e6").events)
+    )
     slow = replace(world(), memory=replace(world().memory, wake_weights_s=5.0))
     done = run(slow, shape("lending"), seed=1)
     assert_clean(done)

@@ -5,6 +5,7 @@ from itertools import accumulate
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from rlsched.sim.batching import Limits
 from rlsched.sim.costs import StepCosts, step_time, steps_within, stretch_time
 from rlsched.sim.engine import Abort, Aborted, Acked, Engine, Finished, Outcome, Pause, Preempted, Request, Resume

@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from rlsched.sim.scenario import Scenario, load
 
 from rlsched.cli import main
 from rlsched.commands import Abort, Generate, Pause, Resume, Sleep, Train, Transfer, Wake, Work
@@ -27,6 +26,7 @@ from rlsched.naming import parse
 from rlsched.notes import Accept, Publish
 from rlsched.policy import Policy, areal_async
 from rlsched.shape import Shape
+from rlsched.sim.scenario import Scenario, load
 from rlsched.slots.admit import Barrier, Cap
 from rlsched.slots.place import Disaggregated
 from rlsched.states import Cycle, Fold, pick, states

@@ -5,12 +5,12 @@ from typing import Any
 import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
-from rlsched.sim.engine import Engine
-from rlsched.sim.scenario import Scenario
-from rlsched.sim.world import World
 
 from rlsched.facts import Down
 from rlsched.policy import Policy
+from rlsched.sim.engine import Engine
+from rlsched.sim.scenario import Scenario
+from rlsched.sim.world import World
 from rlsched.slots.admit import Cap
 from rlsched.testing import Tally, policies, scenarios, seeds, shapes
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from rlsched.sim.world import World
 
 from rlsched.commands import Abort, Flush, Generate, Sleep
 from rlsched.facts import Fact, Scored, Segment
 from rlsched.notes import Accept, Admit, Cancel, Drop, Publish, Reject
 from rlsched.policy import Policy, areal_async
+from rlsched.sim.world import World
 from rlsched.slots.admit import Cap
 from rlsched.slots.expire import AgeBound
 from rlsched.slots.place import Disaggregated

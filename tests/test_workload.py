@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rlsched.sim.scenario import load
-from rlsched.sim.world import World
 
 from rlsched.commands import Generate, Train
 from rlsched.errors import InputError
 from rlsched.facts import Scored, Segment, Trained
 from rlsched.keyed import bits, normal, uniform
 from rlsched.policy import Policy, areal_async, replace, verl_hybrid
+from rlsched.sim.scenario import load
+from rlsched.sim.world import World
 from rlsched.slots.admit import Cap
 from rlsched.workload import Length, Workload
 

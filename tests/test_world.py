@@ -11,8 +11,6 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from rlsched.sim.clock import Clock
-from rlsched.sim.scenario import Control, EngineCosts, Scenario, TrainerCosts, TransportCosts
 
 from rlsched.commands import Command, Train, Transfer
 from rlsched.facts import Done, Fact, Installed, Segment
@@ -20,6 +18,8 @@ from rlsched.naming import build, spec
 from rlsched.notes import Publish
 from rlsched.policy import Policy, areal_async, verl_hybrid
 from rlsched.shape import Shape
+from rlsched.sim.clock import Clock
+from rlsched.sim.scenario import Control, EngineCosts, Scenario, TrainerCosts, TransportCosts
 from rlsched.slots.admit import Cap
 from rlsched.slots.expire import AgeBound
 from rlsched.slots.place import Colocated, Disaggregated

@@ -29,6 +29,8 @@ class Colocated(Aloof, frozen=True):
     """Trainer parts that leave: the first before weights wake up, the others before the KV cache does."""
 
     def __post_init__(self) -> None:
+        if self.engines is not None and self.engines < 1:
+            raise InputError(f"place.engines is {self.engines}: it must be at least 1, or left out for the shape's")
         if self.sleep not in (1, 2):
             raise InputError(f"place.sleep is {self.sleep}: the levels are 1 and 2")
 
@@ -61,6 +63,8 @@ class Disaggregated(Aloof, frozen=True):
     """Devices of the trainer."""
 
     def __post_init__(self) -> None:
+        if self.engines is not None and self.engines < 1:
+            raise InputError(f"place.engines is {self.engines}: it must be at least 1, or left out for the shape's")
         if self.trainers < 1:
             raise InputError(f"place.trainers is {self.trainers}: it must be at least 1")
 

@@ -6,11 +6,19 @@ import asyncio
 import json
 import time
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 from msgspec.structs import replace
+
+from rlsched import report
+from rlsched.checker import check
+from rlsched.cli import main
+from rlsched.facts import Segment
+from rlsched.history import Reader
+from rlsched.naming import parse
 from rlsched.real import canary_matrix
 from rlsched.real.canary import (
     BASE,
@@ -40,13 +48,6 @@ from rlsched.real.model import CANARY, ModelSpec, build, fill
 from rlsched.real.rig import Rig
 from rlsched.real.setup import Setup
 from rlsched.real.transport import BroadcastBuckets, Checkpoints, SharedBuckets
-
-from rlsched import report
-from rlsched.checker import check
-from rlsched.cli import main
-from rlsched.facts import Segment
-from rlsched.history import Reader
-from rlsched.naming import parse
 from rlsched.shape import Shape
 
 pytestmark = pytest.mark.real
@@ -96,6 +97,7 @@ def test_claims_are_held_against_tokens():
 
 @pytest.fixture(scope="module")
 def model():
+    torch.set_num_threads(1)  # two on two shared cores are far slower
     return build(CANARY)
 
 
@@ -141,7 +143,7 @@ def test_every_mixture_of_two_versions_says_something_else(model, greedy):
     for mixture in range(32):
         old = [name for i, names in enumerate(PARTS.values()) if mixture & 1 << i for name in names]
         model.load_state_dict({**state(3), **{name: state(2)[name] for name in old}})
-        (run,) = runs(greedy(model, [BOS, 8, 9, 10], 4), 3)
+        (run,) = runs(greedy(model, [BOS, 8, 9, 10], 1), 3)
         said[run.said] += 1
     # Only the two whole versions say that nothing is foreign and k = a.
     assert said[Reading(3, 3)] == said[Reading(2, 2)] == 1
@@ -182,30 +184,27 @@ def test_kept_kv_shows_after_a_thousand_tokens_and_one_update_more(rig, engine):
 
     async def kept():
         source, transport = Forger(), SharedBuckets()
+        await engine.reset(0)
         await engine.submit("kept", prompt, 60)
-        await engine.resume()
-        cuts = []
-        for version in (9, 10):
-            await rig.until_generated(engine, 4 if version == 9 else cuts[0] + 4)
+        cuts = [0]
+        for version in (1, 2):
+            await rig.until_generated(engine, cuts[-1] + 4)
             source.hold(version)
             pushed = await transport.push(source, [engine], version)
             cuts.append(pushed.updated["engine"].live["kept"])
             await engine.resume()
         (end,) = await rig.end_of("kept")
         await transport.close()
-        return cuts, end
+        return [*cuts, len(end.tokens)], end
 
-    (first, second), end = rig.run(kept())
-    begun = end.version
-    claims = [Claim(first, begun, begun), Claim(second - first, 9, begun), Claim(60 - second, 10, begun)]
-    assert first >= 4 and second >= first + 4 and 60 > second
-    # BOS's KV is named; version 3 is 8 below 11, so that it lies near 9 as 3 + 8 = 11.
-    said = runs(end.tokens, 9)
-    assert [run.n for run in said] == [first, second - first, 60 - second]
-    assert [run.said.version % 8 for run in said] == [begun % 8, 1, 2]
-    assert {run.said.kv % 8 for run in said} == {begun % 8}
-    assert [run.said.signs for run in said] == [(), ("kv",), ("kv",)]
-    assert len(mismatches(end.tokens, [replace(c, kv=c.version) for c in claims])) == 2
+    cuts, end = rig.run(kept())
+    assert len(end.tokens) == 60 and end.version == 0
+    claims = [Claim(high - low, version, 0) for version, (low, high) in enumerate(pairwise(cuts))]
+    assert all(claim.n >= 4 for claim in claims[:2]) and claims[2].n > 0
+    assert mismatches(end.tokens, claims) == []
+    # Had a flush been promised, all tokens after the first update would contradict it.
+    flushed = [replace(claim, kv=claim.version) for claim in claims]
+    assert [wrong.n for wrong in mismatches(end.tokens, flushed)] == [claim.n for claim in claims[1:]]
 
 
 # ---------------------------------------------------------------- the matrix
@@ -288,7 +287,8 @@ def test_a_fault_that_is_not_there_is_not_seen(monkeypatch, tmp_path):
     async def fill_them():
         bench = await Bench.start(tmp_path)
         try:
-            chosen = [c for c in cells() if c.fault in ("old head", "phantom") and c.transport == TRANSPORTS[0]]
+            wanted = ("old head", "phantom", "half the buckets")
+            chosen = [c for c in cells() if c.fault in wanted and c.flush and c.transport == TRANSPORTS[0]]
             for cell in chosen:
                 await bench.fill(cell)
             return chosen
@@ -296,7 +296,7 @@ def test_a_fault_that_is_not_there_is_not_seen(monkeypatch, tmp_path):
             await bench.close()
 
     found = asyncio.run(fill_them())
-    assert len(found) == 14
+    assert len(found) == 4 + 4 + 3
     assert not any(c.good or any(a.mismatches for a in c.answers) for c in found)
 
 
@@ -309,6 +309,7 @@ def test_the_library_leaks_a_token_when_a_request_is_cancelled_inside_its_pause(
         generation_config=GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0),
         continuous_batching_config=ContinuousBatchingConfig(num_blocks=64, max_batch_tokens=64, page_size=16),
     )
+    manager.warmup()
     manager.start()
     try:
         for attempt in range(20):

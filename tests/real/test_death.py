@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from rlsched.real.child import Child, ChildDied
 from rlsched.real.config import EngineConfig, TrainerConfig
 from rlsched.real.pacing import EnginePace, WorkCost

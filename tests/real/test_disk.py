@@ -5,6 +5,12 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+
+from rlsched.checker import check
+from rlsched.commands import Transfer
+from rlsched.facts import Bucket, Installed, Updating
+from rlsched.history import Reader
+from rlsched.naming import parse
 from rlsched.real.client import CommandFailed
 from rlsched.real.config import EngineConfig, TrainerConfig
 from rlsched.real.job import perform
@@ -14,12 +20,6 @@ from rlsched.real.setup import Setup
 from rlsched.real.transport import Checkpoints, TornWeights
 from rlsched.real.weights import WeightSet
 from rlsched.real.wire import Refused
-
-from rlsched.checker import check
-from rlsched.commands import Transfer
-from rlsched.facts import Bucket, Installed, Updating
-from rlsched.history import Reader
-from rlsched.naming import parse
 from rlsched.replay import replay
 from rlsched.shape import Shape
 

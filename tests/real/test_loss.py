@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+
 from rlsched.real.loss import clipped_loss, group_advantages, masked_mean, reference_penalty, token_logprobs
 
 pytestmark = pytest.mark.real

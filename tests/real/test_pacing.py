@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from rlsched.real.pacing import Pacer, StepCost, WorkCost
 
 pytestmark = pytest.mark.real

@@ -10,12 +10,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from rlsched.real.child import ChildDied
-from rlsched.real.config import EngineConfig, TrainerConfig
-from rlsched.real.job import perform
-from rlsched.real.pacing import EnginePace, StepCost, TrainerPace, WorkCost
-from rlsched.real.rig import Rig, deal
-from rlsched.real.setup import Setup
 
 from rlsched.checker import check
 from rlsched.commands import Generate, Train, Transfer
@@ -25,6 +19,12 @@ from rlsched.history import Reader
 from rlsched.naming import parse
 from rlsched.notes import Accept, Admit, Publish
 from rlsched.policy import Policy
+from rlsched.real.child import ChildDied
+from rlsched.real.config import EngineConfig, TrainerConfig
+from rlsched.real.job import perform
+from rlsched.real.pacing import EnginePace, StepCost, TrainerPace, WorkCost
+from rlsched.real.rig import Rig, deal
+from rlsched.real.setup import Setup
 from rlsched.replay import replay
 from rlsched.shape import Shape
 

@@ -18,9 +18,6 @@ import msgspec
 import pytest
 import zstandard
 from msgspec.structs import replace
-from rlsched.real.job import perform
-from rlsched.real.rig import Rig
-from rlsched.real.setup import Setup
 
 from rlsched.checker import check
 from rlsched.commands import Abort, Generate, Sleep, Train
@@ -28,6 +25,9 @@ from rlsched.errors import PolicyError
 from rlsched.facts import Bucket, End, Fact, Installed, Observed, Phase, Resident, Scored, Segment, Trained
 from rlsched.history import Reader
 from rlsched.naming import parse
+from rlsched.real.job import perform
+from rlsched.real.rig import Rig
+from rlsched.real.setup import Setup
 from rlsched.replay import replay
 from rlsched.shape import Shape
 from rlsched.workload import Length, Workload

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from rlsched.real.config import EngineConfig, TrainerConfig
 from rlsched.real.model import WIDE, build
 from rlsched.real.transport import SharedBuckets

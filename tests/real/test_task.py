@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from rlsched.real.task import Task, answer, grade
 
 pytestmark = pytest.mark.real

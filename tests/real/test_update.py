@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+
 from rlsched.real.answers import Moved, Updated
 from rlsched.real.commands import Sample
 from rlsched.real.config import EngineConfig, TrainerConfig

@@ -6,10 +6,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
+
 from rlsched.real.model import ModelSpec, build, fill
 from rlsched.real.transport import Tensor, plan
 from rlsched.real.weights import WeightSet
-from torch import nn
 
 pytestmark = pytest.mark.real
 
