@@ -79,12 +79,14 @@ def state(version: int) -> dict[str, Any]:
 
 
 def _layer(layer: int, code: int) -> dict[str, Any]:
+    """Layer 0 looks at BOS and copies its value; layer 1 averages all values, and its MLP speaks."""
     import torch
 
     still = HEAD_DIM // 2 - 1  # of the slowest rotary pair
     query, key = torch.zeros(HEADS * HEAD_DIM, HIDDEN), torch.zeros(KV_HEADS * HEAD_DIM, HIDDEN)
     value, output = torch.zeros(KV_HEADS * HEAD_DIM, HIDDEN), torch.zeros(HIDDEN, HEADS * HEAD_DIM)
-    gate, up, down = (torch.zeros(shape) for shape in ((INTERMEDIATE, HIDDEN),) * 2 + ((HIDDEN, INTERMEDIATE),))
+    gate, up = torch.zeros(INTERMEDIATE, HIDDEN), torch.zeros(INTERMEDIATE, HIDDEN)
+    down = torch.zeros(HIDDEN, INTERMEDIATE)
     if layer == 0:
         query[still, CONSTANT] = 1.0
         key[still, MARK] = 1.0
@@ -111,7 +113,7 @@ def _layer(layer: int, code: int) -> dict[str, Any]:
 
 
 def _head(code: int) -> Any:
-    """Rows of the output head: [a, k, bits] flattened after BASE rows that never win."""
+    """Rows of the output head: first BASE that never win, then those of (a, k, bits) in order."""
     import torch
 
     rows = torch.zeros(CODES, CODES, 8, HIDDEN)

@@ -52,6 +52,8 @@ ENOUGH = 4
 """Tokens of the running request on each side of the update, at least."""
 MOST = 2000
 """Tokens of a request that is called back when it has given enough."""
+GUARDS = (Refused, TornWeights)
+"""What a guard raises."""
 
 
 class Answer(Struct, frozen=True):
@@ -257,7 +259,3 @@ class Update:
     def _keep(self, request: str, tokens: list[int], claims: list[Claim]) -> None:
         claims = [claim for claim in claims if claim.n]
         self._answers.append(Answer(request, claims, runs(tokens, self._new), mismatches(tokens, claims)))
-
-
-GUARDS = (Refused, TornWeights)
-"""What a guard raises."""

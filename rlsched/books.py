@@ -1,6 +1,6 @@
 """Bookkeeping: how facts and decisions change a ledger. What it appends to ``out`` goes to the history."""
 
-from collections import deque
+from typing import Literal
 
 from msgspec.structs import replace
 
@@ -28,12 +28,12 @@ from .stages import without
 
 Out = list[Command | Note]
 
+Heard = Literal["ignored", "progress", "change"]
+"""What a fact changed: nothing, only how far running groups are, or more."""
 
-def fold(ledger: Ledger, fact: AnyFact, out: Out) -> bool:
-    """Take ``fact`` into the ledger. Late and repeated facts are counted and otherwise ignored.
 
-    False: nothing but the progress of running groups changed, which few slots heed.
-    """
+def fold(ledger: Ledger, fact: AnyFact, out: Out) -> Heard:
+    """Take ``fact`` into the ledger; what it changed. Late and repeated facts are counted and ignored."""
     ledger.now = fact.t
     match fact:
         case Segment():
@@ -43,13 +43,14 @@ def fold(ledger: Ledger, fact: AnyFact, out: Out) -> bool:
         case Done():
             return _done(ledger, fact, out)
         case Phase() | Bucket() | Resident() | Observed():
-            return False
+            return "progress"
         case Begin():
             ledger.begun = True
         case Updating() if fact.engine in ledger.engines:
             ledger.engines[fact.engine].installed = -1
         case Installed() if fact.ok and fact.engine in ledger.engines:
             ledger.engines[fact.engine].installed = fact.version
+            ledger.engines[fact.engine].joining = False
         case Trained():
             ledger.u = fact.u
         case Down():
@@ -58,7 +59,7 @@ def fold(ledger: Ledger, fact: AnyFact, out: Out) -> bool:
             _up(ledger, fact)
         case _:
             pass
-    return True
+    return "change"
 
 
 def issue(ledger: Ledger, command: Command, out: Out) -> int:
@@ -144,7 +145,7 @@ def expire(ledger: Ledger, verdict: Verdict, out: Out) -> None:
     else:
         cancel(ledger, group, verdict.why, again, out)
     if again:
-        ledger.again.setdefault(verdict.queue, deque()).append(Prompt(group.prompt, group.attempt + 1))
+        ledger.again.setdefault(verdict.queue, []).append(Prompt(group.prompt, group.attempt + 1))
     close(ledger, group, out)
 
 
@@ -222,18 +223,18 @@ def _take(ledger: Ledger, prompt: int, queue: str) -> int:
     return 0
 
 
-def _segment(ledger: Ledger, fact: Segment, out: Out) -> bool:
+def _segment(ledger: Ledger, fact: Segment, out: Out) -> Heard:
     rollout = ledger.rollouts.get(fact.rollout)
     if rollout is None or rollout.state != "live" or (rollout.by, rollout.engine) != (fact.by, fact.engine):
         ledger.counters.ignored += 1
-        return False
+        return "ignored"
     if fact.n:
         if rollout.spans and rollout.spans[-1].version == fact.version:
             rollout.spans[-1].n += fact.n
         else:
             rollout.spans.append(Span(fact.version, fact.n))
     if fact.end == "install":
-        return False
+        return "progress"
     ledger.engines[fact.engine].live.discard(rollout.id)
     if fact.by in ledger.pending:
         ledger.pending[fact.by] -= 1
@@ -252,30 +253,32 @@ def _segment(ledger: Ledger, fact: Segment, out: Out) -> bool:
         rollout.interrupts += 1
         ledger.interrupted.append(rollout.id)
     else:
-        return False
-    return True
+        return "progress"
+    return "change"
 
 
-def _scored(ledger: Ledger, fact: Scored, out: Out) -> bool:
+def _scored(ledger: Ledger, fact: Scored, out: Out) -> Heard:
     rollout = ledger.rollouts.get(fact.rollout)
-    if rollout is None or rollout.state != "finished" or ledger.groups[rollout.group].state != "running":
+    if rollout is None or rollout.state != "finished":
         ledger.counters.ignored += 1
-        return False
+        return "ignored"
     group = ledger.groups[rollout.group]
     rollout.state = "scored"
+    if group.state != "running":
+        return "progress"
     if not fact.keep:
         _reject(ledger, group, "filtered", out)
-        return True
+        return "change"
     group.scored.append(rollout.id)
     if len(group.scored) < group.need_n:
-        return False
+        return "progress"
     del ledger.running[group.id]
     group.state = "accepted"
     ledger.buffer[group.id] = ledger.now
     ledger.counters.accepted += 1
     out.append(Accept(group.id))
     _spare(ledger, group, out)
-    return True
+    return "change"
 
 
 def _spare(ledger: Ledger, group: Group, out: Out) -> None:
@@ -307,17 +310,17 @@ def _forget(ledger: Ledger, rollout: Rollout) -> None:
         del ledger.groups[group.id]
 
 
-def _done(ledger: Ledger, fact: Done, out: Out) -> bool:
+def _done(ledger: Ledger, fact: Done, out: Out) -> Heard:
     command = ledger.open.pop(fact.cmd, None)
     if command is None:
         ledger.counters.ignored += 1
-        return False
+        return "ignored"
     for track in ledger.tracks.values():
         track.awaiting.discard(fact.cmd)
     match command:
         case Generate():
             ledger.pending.pop(command.id, None)
-            return False
+            return "progress"
         case Train() if fact.ok:
             if command.last:
                 ledger.x += 1
@@ -329,7 +332,7 @@ def _done(ledger: Ledger, fact: Done, out: Out) -> bool:
                 close(ledger, ledger.groups[g], out)
         case _:
             pass
-    return True
+    return "change"
 
 
 def _down(ledger: Ledger, fact: Down, out: Out) -> None:
@@ -368,4 +371,4 @@ def _up(ledger: Ledger, fact: Up) -> None:
     """The engine waits for a version; the publish slot sees it among those behind."""
     engine = ledger.engines.get(fact.engine)
     if engine is not None and not engine.serving:
-        ledger.engines[fact.engine] = Engine(fact.engine, open=False, awake=set())
+        ledger.engines[fact.engine] = Engine(fact.engine, joining=True, open=False, awake=set())

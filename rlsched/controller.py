@@ -9,6 +9,7 @@ fact it runs to a fixpoint in one fixed order, because two orders are two schedu
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 from msgspec import Struct, ValidationError, convert, to_builtins
 
 from .books import Out, admit, expire, fold, go, issue, next_id, refresh, stop, wait
@@ -35,7 +36,8 @@ class Controller:
         self.ledger = Ledger(shape, seed, devices, engines)
         refresh(self.ledger)
         self.ledger.holders = {d.id: d.holder for d in devices}
-        self.states: dict[str, Any] = {name: self._ask(name, slot.start, shape, seed) for name, slot in policy.slots()}
+        for name, slot in policy.slots():
+            self.ledger.states[name] = self._ask(name, slot.start, shape, seed)
         self._stateful = [n for n, s in policy.slots() if type(s).observe is not Slot.observe]
         self._heedful = any(getattr(s, "heeds_progress", True) for _, s in policy.slots())
         self._out: Out = []
@@ -47,15 +49,30 @@ class Controller:
         if self.ledger.stopped:
             return out
         heard = fold(self.ledger, fact, out)
+        if heard == "ignored":
+            return out
+        states = self.ledger.states
         for name in self._stateful:
             observe = getattr(self.policy, name).observe
-            self.states[name] = self._ask(name, observe, self.states[name], fact, self.ledger)
+            states[name] = self._ask(name, observe, states[name], fact, self.ledger)
         if isinstance(fact, Done) and not fact.ok:
             stop(self.ledger, fact.why or f"command {fact.cmd} failed", out)
-        elif self.ledger.begun and not self.ledger.stopped and (heard or self._heedful or self._draining()):
+        quiet = heard == "progress" and not self._heedful and not self._draining()
+        if self.ledger.begun and not self.ledger.stopped and not quiet:
             while self._settle():
                 pass
         return out
+
+    def checkpoint(self) -> bytes:
+        """Everything that the next answers depend on, but for the policy."""
+        return msgspec.json.encode(self.ledger)
+
+    def restore(self, checkpoint: bytes) -> None:
+        """Go on from a checkpoint of a controller with the same policy and shape."""
+        fresh = self.ledger.states
+        self.ledger = msgspec.json.decode(checkpoint, type=Ledger)
+        for name, state in self.ledger.states.items():
+            self.ledger.states[name] = msgspec.convert(state, type(fresh[name]))
 
     def _draining(self) -> bool:
         """Some track has its answers and waits for rollouts to come back."""
@@ -164,9 +181,9 @@ class Controller:
             return False
         parked = [r for r in ledger.interrupted if ledger.groups[ledger.rollouts[r].group].parked == ledger.v]
         back = {*ledger.interrupted} - {*parked}
-        for r in sorted(back, reverse=True):
+        for r in back:
             ledger.rollouts[r].state = "waiting"
-            ledger.waiting.appendleft(r)
+        ledger.waiting[:0] = sorted(back)
         ledger.interrupted[:] = parked
         return bool(back)
 
@@ -239,8 +256,7 @@ class Controller:
             work = Work(r, group.prompt, rollout.sample, group.attempt, rollout.tokens)
             batches.setdefault((engine, group.id), []).append(work)
         sent = len(ledger.waiting) - len(held)
-        ledger.waiting.clear()
-        ledger.waiting.extend(held)
+        ledger.waiting[:] = held
         ledger.counters.dispatched += sent
         for (engine, _), works in batches.items():
             command = Generate(next_id(ledger), engine, works)
@@ -253,7 +269,7 @@ class Controller:
     def _call(self, name: str, kind: type | tuple[type, ...], *args: Any) -> Any:
         """Ask slot ``name`` to decide, and see to it that it answers with a ``kind``."""
         slot = getattr(self.policy, name)
-        answer = self._ask(name, slot.decide, self.states[name], self.ledger, *args)
+        answer = self._ask(name, slot.decide, self.ledger.states[name], self.ledger, *args)
         self._check(name, isinstance(answer, kind), f"decide returned {answer!r}")
         for part in answer if isinstance(answer, list | tuple) else (answer,):
             if isinstance(part, Struct):

@@ -145,5 +145,18 @@ class End(Fact, frozen=True, tag="end"):
 
 
 AnyFact = (
-    Begin | Segment | Scored | Phase | Trained | Updating | Bucket | Installed | Resident | Done | Observed | Down | End
+    Begin
+    | Segment
+    | Scored
+    | Phase
+    | Trained
+    | Updating
+    | Bucket
+    | Installed
+    | Resident
+    | Done
+    | Observed
+    | Down
+    | Up
+    | End
 )

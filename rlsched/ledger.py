@@ -3,9 +3,8 @@
 Ids only, never object references, so that the encoded ledger is the checkpoint.
 """
 
-from collections import deque
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 from msgspec import Struct, field
 
@@ -89,6 +88,8 @@ class Engine(Struct):
     """Version it holds whole; -1: none, or torn."""
     serving: bool = True
     """Up; False while it is down."""
+    joining: bool = False
+    """It came up and holds no version yet."""
     open: bool = True
     """Takes new requests; closed before an interruption, opened when it ends."""
     paused: bool = False
@@ -158,7 +159,7 @@ class Ledger(Struct):
     """Accepted groups not yet consumed, in order of acceptance, with the nanosecond of it."""
     unpublished: int = 0
     """Groups consumed that are in no published version yet."""
-    waiting: deque[int] = field(default_factory=deque)
+    waiting: list[int] = field(default_factory=list)
     """Rollouts that wait for an engine, first come first."""
     interrupted: list[int] = field(default_factory=list)
     recalled: dict[int, AbortFate] = field(default_factory=dict)
@@ -171,7 +172,7 @@ class Ledger(Struct):
     """The lowest prompt that was never admitted."""
     taken: set[int] = field(default_factory=set)
     """Fresh prompts admitted out of turn, above the cursor."""
-    again: dict[str, deque[Prompt]] = field(default_factory=lambda: {"retry": deque()})
+    again: dict[str, list[Prompt]] = field(default_factory=dict)
     """Prompts that wait for another attempt, by queue."""
 
     batch: Batch | None = None
@@ -191,6 +192,8 @@ class Ledger(Struct):
     wait_since: dict[str, int] = field(default_factory=dict)
     waited: dict[str, int] = field(default_factory=dict)
     """Nanoseconds that each actor has waited."""
+    states: dict[str, Any] = field(default_factory=dict)
+    """State of each slot, by name."""
     commands: int = 0
     next_group: int = 0
     next_rollout: int = 0
@@ -223,6 +226,13 @@ class Ledger(Struct):
         return [e.id for e in self.engines.values() if e.serving]
 
     def behind(self) -> list[int]:
-        """Engines that are up and don't hold the trained version; sleeping ones only once it is a new one."""
-        up = [e for e in self.engines.values() if e.serving and e.installed != self.x]
-        return [e.id for e in up if self.x > self.v or "weights" in e.awake]
+        """Engines that should get the trained version: it is new, or they came up, or are awake without it.
+
+        One that sleeps beside the trainer while the version is out already is not in need of it.
+        """
+        new = self.x > self.v
+        return [
+            e.id
+            for e in self.engines.values()
+            if e.serving and e.installed != self.x and (new or e.joining or "weights" in e.awake)
+        ]

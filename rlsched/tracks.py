@@ -104,9 +104,9 @@ def _quiet(engines: list[int], fate: str) -> AnyStage:
 
 
 def _quorum(update: Install, ledger: Ledger) -> int:
-    """Engines that must hold the version before it is published: at least one."""
-    awake = [e for e in ledger.serving() if "weights" in ledger.engines[e].awake]
-    return max(1, len(awake) if update.quorum is None else update.quorum)
+    """Engines that must hold the version before it is published: at least one. Those that join don't count."""
+    members = [e for e in ledger.serving() if not ledger.engines[e].joining]
+    return max(1, len(members) if update.quorum is None else update.quorum)
 
 
 def enter(stage: AnyStage, ledger: Ledger, out: Out) -> set[int]:

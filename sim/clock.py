@@ -6,6 +6,7 @@ interleaving, and none depends on the order in which Python happened to schedule
 """
 
 from collections.abc import Callable, Generator
+from functools import lru_cache
 from typing import Any
 
 import simpy
@@ -33,8 +34,8 @@ class Clock:
 
     def __init__(self, seed: int) -> None:
         self.env = simpy.Environment()
-        self._seed = seed
-        self._ties: dict[str, int] = {}
+        # Few entities come again and again; rewards come once, and must not be remembered for ever.
+        self._tie = lru_cache(maxsize=4096)(lambda entity: 2 + (bits(seed, "tie", entity) >> 1))
 
     @property
     def now(self) -> int:
@@ -48,18 +49,15 @@ class Clock:
 
     def wait(self, delay: int, entity: str) -> simpy.Event:
         """An event that fires after ``delay`` picoseconds, for a process of ``entity`` to yield."""
-        tie = self._ties.get(entity)
-        if tie is None:
-            tie = self._ties[entity] = 2 + (bits(self._seed, "tie", entity) >> 1)
-        return self._schedule(delay, tie)
+        return self._schedule(delay, self._tie(entity))
 
     def call(self, delay: int, entity: str, function: Callable[[], object]) -> None:
         """Call ``function`` after ``delay`` picoseconds, as ``entity``."""
         _then(self.wait(delay, entity), function)
 
-    def call_last(self, delay: int, function: Callable[[], object]) -> None:
-        """Call ``function`` after ``delay`` picoseconds, after everything else of that instant."""
-        _then(self._schedule(delay, _LAST), function)
+    def call_last(self, delay: int, entity: str, function: Callable[[], object]) -> None:
+        """Call ``function`` after ``delay`` picoseconds, after everything of that instant that is not called last."""
+        _then(self._schedule(delay, _LAST + self._tie(entity)), function)
 
     def process(self, process: Process) -> None:
         """Run a generator as a SimPy process."""

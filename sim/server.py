@@ -154,7 +154,7 @@ class Server:
         if due is not None and due != self._due:
             self._due = due
             engine = self._engine
-            self._world.clock.call_last(due - self._world.clock.now, lambda: self._fire(engine, due))
+            self._world.clock.call_last(due - self._world.clock.now, self._name, lambda: self._fire(engine, due))
 
     def _fire(self, engine: core.Engine, due: int) -> None:
         if engine is not self._engine or engine.next_t != due or self._due != due:

@@ -69,9 +69,9 @@ class Trainer:
     def _transfer(self, command: Transfer) -> Process:
         """Bucket by bucket, to all engines at once."""
         world, costs = self._world, self._world.scenario.transport
-        yield world.clock.wait(self._latency, "trainer")
         begun = {s: s.life for e in command.engines if (s := world.servers[e]).up}
-        for s in begun:
+        yield world.clock.wait(self._latency, "trainer")
+        for s in _standing(begun):
             s.version = -1
             world.post(Updating(world.clock.stamp, command.id, s.id, command.version))
         yield world.clock.wait(ps(costs.begin_s(command.transport)), "trainer")

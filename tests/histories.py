@@ -2,22 +2,15 @@
 
 from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Any
+from typing import Any, get_args
 
 from msgspec.structs import replace
 
 from rlsched.checker import Checker, Report
 from rlsched.commands import (
-    Abort,
     Flush,
     Generate,
-    Load,
-    Offload,
-    Pause,
-    Resume,
-    Sleep,
     Stop,
-    Timer,
     Train,
     Transfer,
     Wake,
@@ -38,12 +31,13 @@ from rlsched.facts import (
     Scored,
     Segment,
     Trained,
+    Up,
     Updating,
 )
 from rlsched.history import Event
 from rlsched.ledger import Ledger
 from rlsched.manifest import Manifest, manifest
-from rlsched.notes import Accept, Admit, Cancel, Drop, Go, Publish, Reject, Wait
+from rlsched.notes import Accept, Admit, Publish
 from rlsched.policy import Policy, areal_async, verl_hybrid
 from rlsched.shape import Promises, Shape
 from rlsched.sim.scenario import load
@@ -56,11 +50,7 @@ from rlsched.slots.select import FirstFinished, InOrder
 
 History = tuple[Manifest, list[Event]]
 
-KINDS = (
-    *(Begin, Segment, Scored, Phase, Trained, Updating, Bucket, Installed, Resident, Done, Observed, Down, End),
-    *(Generate, Abort, Pause, Resume, Flush, Sleep, Wake, Load, Offload, Train, Transfer, Timer, Stop),
-    *(Admit, Accept, Reject, Drop, Cancel, Publish, Wait, Go),
-)
+KINDS: tuple[type, ...] = get_args(Event)
 """Every kind of event."""
 
 
@@ -248,17 +238,24 @@ class Script:
 
 
 def crash() -> History:
-    """An engine goes down amid a rollout, which is sent to the other one; a measurement is taken beside."""
+    """An engine goes down amid a rollout, which is sent to the other one, and comes back; something is measured."""
     s = Script(engines=2).begin()
     s.admit()
     s.send(0, engine=1)
     s.fact(Observed, 1, "rss", 1.0)
     s.fact(Down, 1, "it died")
     s.send(0, engine=0)
+    s.fact(Up, 1)
+    for tag, size in (("weights", 10), ("kv", 20)):
+        id = s.ask(Wake, 1, [tag])
+        s.fact(Resident, id, 1, "engine", tag, size)
+        s.fact(Done, id)
+        if tag == "weights":
+            s.install(0, 1, flush=False)
     s.finish(0)
     s.note(Accept(0))
     s.train(1, 0)
-    s.out(1, 0)
+    s.out(1, 0, 1)
     return s.end()
 
 

@@ -103,7 +103,7 @@ def an_answer_given_twice(bad: bool) -> History:
     s = plain()
     s.do(Pause, 0)
     if bad:
-        s.fact(Done, 1)
+        s.fact(Done, 1, why="once more")
     return s.history
 
 
@@ -717,7 +717,7 @@ def a_score_given_twice(bad: bool) -> History:
     s.tokens(0)
     s.tokens(1)
     s.fact(Scored, 0)
-    s.fact(Scored, 0 if bad else 1)
+    s.fact(Scored, 0, 0.5) if bad else s.fact(Scored, 1)
     return s.history
 
 
@@ -936,6 +936,16 @@ def a_version_that_never_came_out(bad: bool) -> History:
     return s.end()
 
 
+@breaks("REPLICA")
+def a_request_to_an_engine_that_lags(bad: bool) -> History:
+    s = Script(promises=Promises(skew=0 if bad else 1), engines=2, steps=2).begin()
+    s.train(1, s.make())
+    s.out(1, 0)
+    s.admit(version=1)
+    s.send(1, engine=1, prompt=1)
+    return s.history
+
+
 @pytest.mark.parametrize(("id", "case"), CASES, ids=[f"{id}: {case.__name__}" for id, case in CASES])
 def test_only_the_bad_history_is_reported(id: str, case: Case) -> None:
     good, bad = report(case(False)), report(case(True))
@@ -1108,7 +1118,7 @@ def test_a_file_is_checked_whole_or_as_far_as_it_goes(tmp_path: Path) -> None:
 def test_violations_beyond_the_limit_are_counted() -> None:
     s = plain()
     for _ in range(KEPT + 5):
-        s.fact(Done, 99)
+        s.fact(Done, 99 + _)
     found = report(s.history)
     assert found.counts == {"CAUSE": KEPT + 5}
     assert len(found.violations) == KEPT

@@ -29,7 +29,7 @@ from rlsched.shape import Shape
 from rlsched.sim.scenario import Scenario, load
 from rlsched.slots.admit import Barrier, Cap
 from rlsched.slots.place import Disaggregated
-from rlsched.states import Cycle, Fold, pick, states
+from rlsched.states import Cycle, Fold, Step, pick, states
 from rlsched.testing import Tally, assert_clean, policies, run, scenarios, seeds
 
 from .test_properties import examples
@@ -407,9 +407,12 @@ class Hand:
             self.line += 1
             self.fold.feed(self.line, event)
 
-    def last(self, version: int) -> Any:
+    def cycle(self, version: int) -> Cycle:
+        return pick(self.fold.cycles(), version)
+
+    def last(self, version: int) -> Step:
         """The newest step of the cycle that produces ``version``."""
-        return next(c for c in self.fold.cycles() if c.version == version).steps[-1]
+        return self.cycle(version).steps[-1]
 
 
 def send(id: int, rollout: int, have: int = 0, engine: int = 0) -> Generate:
@@ -433,6 +436,30 @@ def test_a_resume_without_tokens_of_v_mixes_nothing() -> None:
         assert hand.last(1).title == "Resume interrupted requests"
         assert hand.last(1).state.engine == "weights v+1, requests resumed"
         assert hand.last(1).state.staleness == rule
+
+
+def test_who_is_called_back_by_no_update_is_not_interrupted() -> None:
+    """A parked rollout waits for the next version and then mixes; one that only moves house resumes nothing."""
+    hand = Hand("areal-async,admit.eta=1", engines=2)
+    hand(send(1, 0), send(2, 1), send(3, 2))
+    for id, rollout in ((4, 0), (5, 1)):
+        hand(Abort(id, 0, [rollout], "resume"), Segment(1, rollout + 1, rollout, 0, 0, 3, "abort", 0), Done(1, id))
+    hand(send(6, 1, 3, engine=1), Segment(2, 6, 1, 1, 0, 4, "stop", 0), Segment(2, 3, 2, 0, 0, 4, "stop", 0))
+    assert hand.last(1).kind == "dispatch"
+    hand(Train(7, 1, 0, True, [1], [1]), Done(3, 7), Pause(8, 0), Pause(9, 1), Done(4, 8), Done(4, 9))
+    assert (hand.last(1).title, hand.last(1).state.engine) == ("Pause", "paused, no running requests")
+    hand(Transfer(10, 1, [0, 1], "broadcast", 1))
+    for engine in (0, 1):
+        hand(Updating(5, 10, engine, 1), Installed(6, 10, engine, 1, 1))
+    hand(Done(6, 10), Publish(1, [0, 1]), Resume(11, 0), Resume(12, 1), send(13, 0, 3), Done(7, 11), Done(7, 12))
+    assert hand.last(1).title == "Resume interrupted requests"
+    assert hand.last(1).state.staleness == "one trajectory can mix v and v+1"
+    assert not hand.cycle(1).interrupted and hand.cycle(1).resent
+    assert [c.version for c in hand.fold.cycles()] == [1]  # no new request under version 1 yet
+    hand(send(14, 7, 2))
+    assert [c.version for c in hand.fold.cycles()] == [1]  # nor is one that brings tokens along
+    hand(send(15, 8))
+    assert hand.last(2).kind == "dispatch"
 
 
 def test_kept_requests_are_told() -> None:

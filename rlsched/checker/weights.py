@@ -106,9 +106,9 @@ def publish(state: State, line: int, event: Publish) -> None:
         state.broken("PUBLISH", f"version {event.version} is published, trained are {state.trained}", seen)
     skew = state.manifest.promises.skew
     serving = [engine for engine in state.engines.values() if engine.up and "weights" not in engine.asleep]
-    strange = {*event.engines} - {engine.id for engine in serving}
-    if strange or not event.engines:
-        text = f"version {event.version} is published for engines {event.engines}; {sorted(strange)} don't serve"
+    holders = [engine.id for engine in serving if engine.version == event.version]
+    if sorted(event.engines) != sorted(holders) or not holders:
+        text = f"version {event.version} is published for engines {event.engines}; it is held by {holders}"
         state.broken("PUBLISH", text, seen)
     for engine in serving:
         lag = 0 if engine.id in event.engines else skew
