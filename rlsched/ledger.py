@@ -228,11 +228,9 @@ class Ledger(Struct):
     def behind(self) -> list[int]:
         """Engines that should get the trained version: it is new, or they came up, or are awake without it.
 
-        One that sleeps beside the trainer while the version is out already is not in need of it.
+        One whose device the trainer holds is in no need of a version that is out already.
         """
-        new = self.x > self.v
-        return [
-            e.id
-            for e in self.engines.values()
-            if e.serving and e.installed != self.x and (new or e.joining or "weights" in e.awake)
-        ]
+        if self.x > self.v:
+            return [e.id for e in self.engines.values() if e.serving and e.installed != self.x]
+        theirs = {d.engine for d in self.devices if self.holders[d.id] == "engine"}
+        return [e.id for e in self.engines.values() if e.serving and e.installed != self.x and e.id in theirs]

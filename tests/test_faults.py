@@ -4,22 +4,39 @@ Whole simulated worlds. A crash is put at an instant at which something else hap
 and after every command and effect; which of the two comes first is the seed's to say.
 """
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from rlsched.sim.scenario import (
+    Control,
+    Crash,
+    EngineCosts,
+    Faults,
+    MemoryCosts,
+    Scenario,
+    TrainerCosts,
+    TransportCosts,
+)
 
-from rlsched.commands import Generate
-from rlsched.facts import Done, Down, Fact, Scored, Segment
+from rlsched.commands import Abort, Generate, Pause, Resume, Sleep, Stop, Train, Transfer, Wake
+from rlsched.decisions import Verdict
+from rlsched.facts import Done, Down, Fact, Installed, Scored, Segment, Trained, Up, Updating
 from rlsched.history import Event
-from rlsched.policy import Policy
-from rlsched.sim.scenario import Crash, Faults, Scenario
+from rlsched.ledger import Ledger
+from rlsched.notes import Cancel, Publish
+from rlsched.policy import Policy, areal_async, verl_hybrid
+from rlsched.shape import Shape
+from rlsched.slot import Slot, Trigger
 from rlsched.slots.admit import Cap
+from rlsched.slots.expire import Never
 from rlsched.slots.place import Colocated, Disaggregated
 from rlsched.slots.publish import EveryVersion
 from rlsched.testing import Tally, assert_clean, policies, run, scenarios, seeds
+from rlsched.workload import Length, Workload
 
 from .account import Account
 from .test_properties import examples
@@ -111,6 +128,16 @@ def troubled(scenario: Scenario, policy: Policy, seed: int, trouble: Trouble) ->
     return replace(scenario, faults=Faults(tuple(crashes), trouble.repeat, trouble.repeat_s))
 
 
+class Impatient(Slot, frozen=True):
+    """At a publish, gives up what still runs after ``bound`` versions, and lets its prompt wait for another attempt."""
+
+    bound: int = 0
+
+    def decide(self, state: None, ledger: Ledger, trigger: Trigger) -> list[Verdict]:
+        late = [g for g in ledger.running if ledger.v - ledger.groups[g].version > self.bound]
+        return [Verdict(g, "requeue", "too old") for g in late] if trigger == "publish" else []
+
+
 def rolling() -> st.SearchStrategy[Policy]:
     """Policies that run ahead and install engine by engine."""
     fates = st.sampled_from(("resume", "restart", "drain"))
@@ -118,6 +145,7 @@ def rolling() -> st.SearchStrategy[Policy]:
         admit=st.builds(Cap, st.integers(1, 3), st.integers(4, 16)),
         publish=st.builds(EveryVersion, fate=fates, rolling=st.just(True)),
         place=st.just(Disaggregated()),
+        expire=st.builds(Impatient, st.integers(0, 1)) | st.just(Never()),
     )
 
 
@@ -150,12 +178,168 @@ def survives(n: int) -> None:
             repeated=closed.seen["repeated"] > 0,
             rolled=isinstance(policy.publish, EveryVersion) and policy.publish.rolling,
             colocated=isinstance(policy.place, Colocated),
+            cancelled=any(isinstance(e, Cancel) and e.requeue for e in history.events),
         )
 
     holds()
-    seen.demand(crashed=0.5, often=0.1, tied=0.3, lost=0.2, repeated=0.3, rolled=0.2, colocated=0.05)
+    seen.demand(crashed=0.5, often=0.1, tied=0.3, lost=0.2, repeated=0.3, rolled=0.2, colocated=0.05, cancelled=0.05)
 
 
 def test_a_run_survives_crashes_and_repeated_facts() -> None:
     """No stall, an exact replay, no violation; each group ends once, and every trained token was made."""
     survives(150)
+
+
+@pytest.mark.nightly
+def test_many_runs_survive_crashes_and_repeated_facts() -> None:
+    survives(50)
+
+
+# ---- by hand: what an engine was about when it went down
+
+MS = 1e-3
+
+
+def calm() -> Scenario:
+    """Two engines that are always at work, and latencies long enough to strike in."""
+    return Scenario(
+        shape=Shape(b=2, k=2, samples=2, steps=4, engines=2, budget=64),
+        workload=Workload(Length(mean=8), Length("lognormal", mean=24, sigma=0.6)),
+        engine=EngineCosts(step_s=MS, seq_s=0.0, kv_s=0.0, prompt_s=0.0),
+        trainer=TrainerCosts(update_s=20 * MS, update_token_s=0.0, parameters_gb=0.002, optimizer_gb=0.012),
+        transport=TransportCosts(version_gb=0.003, broadcast_bucket_s=2 * MS),
+        memory=MemoryCosts(kv_gb=0.01, offload_gbps=1.0),
+        control=Control(latency_s=2 * MS),
+    )
+
+
+def apart(**publish: Any) -> Policy:
+    """Engines beside the trainer, always at work."""
+    return replace(areal_async(), admit=Cap(eta=2, C=16), publish=EveryVersion(bucket_mb=1, **publish))
+
+
+def after(events: Iterable[Event], what: Callable[[Any], bool], nth: int = 0) -> float:
+    """Seconds at which the ``nth`` such event happens, and half a millisecond more."""
+    now = 0
+    for event in events:
+        now = getattr(event, "t", now)
+        if what(event):
+            if not nth:
+                return now / NS + MS / 2
+            nth -= 1
+    raise AssertionError("no such event")
+
+
+def struck(policy: Policy, *crashes: Crash, world: Scenario | None = None) -> tuple[list[Event], int]:
+    """The events of a run with these crashes, which must be clean, and the place of the first ``Down`` in them."""
+    scenario = replace(world or calm(), faults=Faults(crashes))
+    history = run(scenario, policy, seed=3)
+    assert_clean(history)
+    account(scenario, 3, history.events)
+    assert sum(isinstance(e, Down) for e in history.events) == len(crashes)
+    return history.events, next(i for i, e in enumerate(history.events) if isinstance(e, Down))
+
+
+def unharmed(policy: Policy) -> list[Event]:
+    """The events of the run without a crash."""
+    return run(calm(), policy, seed=3).events
+
+
+def works(events: Iterable[Event], engine: int) -> bool:
+    """Whether ``engine`` makes a token."""
+    return any(isinstance(e, Segment) and e.engine == engine and e.n for e in events)
+
+
+def last(events: Iterable[Event], *kinds: type) -> Any:
+    """The last event of these kinds."""
+    return [e for e in events if isinstance(e, kinds)][-1]
+
+
+def test_every_engine_crashes_at_once() -> None:
+    """For a while there is none to generate, to install on, or to publish for."""
+    at = after(unharmed(apart()), lambda e: isinstance(e, Train), 2)
+    events, _ = struck(apart(), *(Crash(e, at, 0.3) for e in (0, 1)))
+    (_, second), (up, _) = [[i for i, e in enumerate(events) if isinstance(e, kind)] for kind in (Down, Up)]
+    assert not [e for e in events[second:up] if isinstance(e, Segment | Generate | Publish)]
+    assert works(events[up:], 0)
+    assert works(events[up:], 1)
+
+
+@pytest.mark.parametrize("fate", ["resume", "restart", "drain"])
+def test_the_only_engine_crashes_again_and_again(fate: str) -> None:
+    one = replace(calm(), shape=replace(calm().shape, engines=1))
+    events, first = struck(apart(fate=fate), *(Crash(0, at, 0.01) for at in (0.03, 0.11, 0.2)), world=one)
+    assert works(events[first:], 0)
+    assert any(isinstance(e, Generate) and e.work[0].rollout == 0 for e in events[first:])
+
+
+@pytest.mark.parametrize("rolling", [False, True])
+@pytest.mark.parametrize("down", [MS, 1.0])
+def test_an_engine_crashes_in_mid_transfer(rolling: bool, down: float) -> None:
+    """The version is out without it, or waits for it where it is the last; what it took in is lost."""
+    policy = apart(rolling=rolling)
+    at = after(unharmed(policy), lambda e: isinstance(e, Updating) and e.engine == 1)
+    events, i = struck(policy, Crash(1, at, down))
+    begun = last(events[:i], Updating)
+    assert (begun.engine, begun.version) == (1, 1)
+    assert not [e for e in events if isinstance(e, Installed) and (e.by, e.engine) == (begun.by, 1)]
+    assert any(isinstance(e, Installed) and e.engine == 1 and e.version >= 1 for e in events[i:])
+    assert rolling or last(events[: i + 20], Publish).engines == [0]
+    assert works(events[i:], 1)
+
+
+def test_an_engine_crashes_before_its_transfer_begins() -> None:
+    """It comes back before the first bucket; the transfer was meant for the life that it lost."""
+    at = after(unharmed(apart()), lambda e: isinstance(e, Transfer))
+    events, i = struck(apart(), Crash(1, at, MS / 2))
+    sent = last(events[:i], Transfer)
+    assert sent.engines == [0, 1]
+    assert {e.engine for e in events if isinstance(e, Updating) and e.by == sent.id} == {0}
+    assert works(events[i:], 1)
+
+
+def test_a_paused_engine_crashes() -> None:
+    """It needs no resume when it is back."""
+    at = after(unharmed(apart()), lambda e: isinstance(e, Pause) and e.engine == 1)
+    events, i = struck(apart(), Crash(1, at + 2 * MS, 0.05))
+    pause = last((e for e in events[:i] if getattr(e, "engine", None) == 1), Pause, Resume)
+    assert isinstance(pause, Pause)
+    assert any(isinstance(e, Done) and e.cmd == pause.id for e in events[:i])
+    next_up = next(j for j, e in enumerate(events) if isinstance(e, Up))
+    assert not [e for e in events[i:next_up] if isinstance(e, Resume) and e.engine == 1]
+    assert works(events[next_up:], 1)
+
+
+@pytest.mark.parametrize("sleep", [1, 2])
+@pytest.mark.parametrize("down", [MS, 1.0])
+def test_a_sleeping_engine_crashes(sleep: int, down: float) -> None:
+    """The trainer has its device; it gets it back with the next version, or when it is up again."""
+    policy = replace(verl_hybrid(), place=Colocated(sleep=sleep))
+    at = after(unharmed(policy), lambda e: isinstance(e, Train), 2)
+    events, i = struck(policy, Crash(1, at, down))
+    assert isinstance(last(events[:i], Sleep, Wake), Sleep)
+    assert works(events[i:], 1)
+    trained = next(e for e in events[i:] if isinstance(e, Trained))
+    assert not [e for e in events[i : events.index(trained)] if isinstance(e, Wake)]
+
+
+def test_an_engine_crashes_while_the_run_closes() -> None:
+    """What was to be called back is gone with it."""
+    at = after(unharmed(apart()), lambda e: isinstance(e, Publish), 3)
+    events, i = struck(apart(), Crash(1, at, 1.0))
+    assert any(isinstance(e, Abort) and e.engine == 1 for e in events[i - 8 : i])
+    assert not isinstance(last(events[:i], Stop, Abort), Stop)
+    assert isinstance(last(events[i:], Stop, Abort), Stop)
+
+
+def test_an_engine_comes_back_amid_a_version() -> None:
+    """Between a version's batches it gets the published one, and generates under it."""
+    at = after(unharmed(apart()), lambda e: isinstance(e, Train) and e.version == 2)
+    events, i = struck(apart(), Crash(1, at, MS))
+    again = next(j for j in range(i, len(events)) if isinstance(events[j], Transfer))
+    batch = last(events[:again], Train)
+    assert (batch.version, batch.index) == (2, 0)
+    assert (events[again].version, events[again].engines) == (1, [1])
+    published = next(j for j in range(i, len(events)) if isinstance(events[j], Publish))
+    assert published > again
+    assert works(events[again:published], 1)

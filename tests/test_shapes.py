@@ -7,6 +7,7 @@ need of controller and worlds is there for every policy.
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -70,7 +71,7 @@ def steps(events: list[Any]) -> list[float]:
             now = event.t
         if isinstance(event, Publish):
             times.append(now / 1e9)
-    return [b - a for a, b in zip(times, times[1:], strict=False)]
+    return [b - a for a, b in pairwise(times)]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -260,7 +261,7 @@ def test_devices_are_lent_while_the_trainer_waits() -> None:
     done = history("lending")
     moved = [*switches(done.events)]
     assert sum(kind == "there" for kind, _, _ in moved) > 15
-    assert all(a != b for (a, _, _), (b, _, _) in zip(moved, moved[1:], strict=False))
+    assert all(a != b for (a, _, _), (b, _, _) in pairwise(moved))
     asleep: set[int] = set()
     tokens = Counter[int]()
     for event in done.events:
@@ -307,7 +308,7 @@ def test_lending_is_timed_and_measured() -> None:
         waits = waits or (isinstance(event, Wait) and event.who == "trainer")
         groups += isinstance(event, Accept) and waits
         waits = waits and not (isinstance(event, Go) and event.who == "trainer")
-    seen = controller.states["place"]
+    seen = controller.ledger.states["place"]
     moved = [*switches(done.events)]
     assert seen.groups == groups
     assert [*seen.there] == [end - start for kind, start, end in moved if kind == "there"][-3:]

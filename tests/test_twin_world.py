@@ -33,7 +33,7 @@ def ahead() -> st.SearchStrategy[Policy]:
 
 
 def test_a_world_can_not_tell_the_engine_from_its_twin() -> None:
-    """Steps that a stretch leaps over, and an engine's wake-ups there, leave no trace, whatever goes wrong meanwhile."""
+    """The steps that a stretch leaps over, and waking up for each, leave no trace, whatever goes wrong meanwhile."""
     seen = Tally()
 
     @examples(150)

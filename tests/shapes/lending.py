@@ -117,13 +117,13 @@ def _where(ledger: Ledger) -> str:
 
 
 class AtHome(EveryVersion, frozen=True):
-    """Installs each version on the engines that have their devices; one that is lent gets it then."""
+    """Installs each version at once on the engines that have their devices; one that is lent gets it then."""
 
     def decide(self, state: None, ledger: Ledger) -> Install | None:
         home = {d.engine for d in ledger.devices if ledger.holders[d.id] == "engine"}
         engines = [e for e in ledger.behind() if e in home]
         update = super().decide(state, ledger)
-        return replace(update, engines=engines) if update is not None and engines else None
+        return replace(update, engines=engines, quorum=1) if update is not None and engines else None
 
 
 class Patient(FirstFinished, frozen=True):
