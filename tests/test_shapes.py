@@ -41,7 +41,7 @@ def world(**shape: int) -> Scenario:
     return Scenario(
         shape=Shape(**{"b": 4, "samples": 2, "steps": 50, "engines": 3, "budget": 256, **shape}),
         workload=Workload(Length(mean=16), Length("lognormal", mean=40, sigma=1.0), reward_s=0.01),
-        engine=EngineCosts(step_s=1e-2, seq_s=1e-4, kv_s=1e-7, prompt_s=1e-5, kv_blocks=512),
+        engine=EngineCosts(step_s=1e-2, seq_s=1e-4, kv_s=1e-7, prompt_s=1e-5, kv_blocks=512, max_num_seqs=4),
         trainer=TrainerCosts(update_s=0.2, update_token_s=1e-5, parameters_gb=2.0, optimizer_gb=4.0),
         transport=TransportCosts(version_gb=1.0, ipc_gbps=50.0, broadcast_gbps=20.0),
         memory=MemoryCosts(
@@ -90,7 +90,7 @@ def test_a_shape_survives_any_world(name: str) -> None:
     """The same in random worlds with crashes and repeated facts: ties, queues, preemption, rejected groups."""
 
     @examples(40)
-    @given(scenarios(), seeds(), troubles(3))
+    @given(scenarios(), seeds(), troubles())
     def holds(scenario: Scenario, seed: int, trouble: Trouble) -> None:
         policy = shape(name)
         troubled_world = troubled(scenario, policy, seed, trouble)
@@ -213,7 +213,7 @@ def test_engines_generate_under_different_versions() -> None:
                 pass
     assert apart > 100
     assert {*lags} == {1, 2, 3}
-    assert lags[1] > 5 < lags[3]
+    assert min(lags[1], lags[3]) > 5
     groups = [g for batch in batches(done.events) for g in batch.groups]
     assert max(g.age for g in groups) == 2 + 2  # P2 under skew: in order, no older than η + skew
     assert all(len(s) == 1 for g in groups for s in g.samples.values())
@@ -264,10 +264,18 @@ def test_devices_are_lent_while_the_trainer_waits() -> None:
     assert all(a != b for (a, _, _), (b, _, _) in pairwise(moved))
     asleep: set[int] = set()
     tokens = Counter[int]()
+    holds, published = dict.fromkeys(range(3), 0), 0
     for event in done.events:
         match event:
+            case Generate():
+                assert holds[event.engine] == published
+            case Installed():
+                holds[event.engine] = event.version
+            case Publish():
+                published = event.version
             case Sleep():
                 asleep.add(event.engine)
+                holds[event.engine] = -1
             case Wake():
                 asleep.discard(event.engine)
             case Segment():
@@ -277,6 +285,36 @@ def test_devices_are_lent_while_the_trainer_waits() -> None:
             case _:
                 pass
     assert min(tokens[1], tokens[2]) > 0.05 * tokens.total()
+
+
+def test_a_lent_engine_that_kept_its_weights_does_not_use_them() -> None:
+    """At sleep level 1 it holds an older version when it is lent again: it is closed until it has the published one."""
+    done = history("lending", "place.sleep=1")
+    assert_clean(done)
+    assert sum(kind == "there" for kind, _, _ in switches(done.events)) > 15
+
+
+def test_no_rollout_waits_for_an_engine_whose_device_the_trainer_has() -> None:
+    """A rollout goes back to its engine where it can, and to another one where that sleeps."""
+    done = history("lending", "route=RoundRobin")
+    assert_clean(done)
+    home: dict[int, int] = {}
+    asleep: set[int] = set()
+    changed = 0
+    for event in done.events:
+        match event:
+            case Sleep():
+                asleep.add(event.engine)
+            case Wake():
+                asleep.discard(event.engine)
+            case Generate():
+                for work in event.work:
+                    changed += home.get(work.rollout) in asleep
+                    home[work.rollout] = event.engine
+            case _:
+                pass
+    assert changed
+    assert max(g.age for batch in batches(done.events) for g in batch.groups) < 10
 
 
 def test_lending_is_timed_and_measured() -> None:
