@@ -17,7 +17,7 @@ from rlsched.decisions import Verdict
 from rlsched.facts import Done, Down, Fact, Installed, Scored, Segment, Trained, Up, Updating
 from rlsched.history import Event
 from rlsched.ledger import Ledger
-from rlsched.notes import Cancel, Go, Publish
+from rlsched.notes import Cancel, Publish
 from rlsched.policy import Policy, areal_async, verl_hybrid
 from rlsched.shape import Shape
 from rlsched.sim.scenario import (
@@ -339,13 +339,13 @@ def test_a_sleeping_engine_crashes(sleep: int, down: float) -> None:
 def test_an_engine_crashes_while_it_is_drained_for_the_trainer() -> None:
     """What it was about is made again by the others before the trainer gets the devices: a batch may need it."""
     policy = replace(verl_hybrid(), admit=Cap(eta=1, C=16), select=InOrder())
-    at = after(unharmed(policy), lambda e: isinstance(e, Go))
-    events, i = struck(policy, Crash(1, at, 0.02))
-    lost = inside(events[:i], 1)
-    begun = max(j for j in range(i) if isinstance(events[j], Go))
+    calmly = unharmed(policy)
+    asleep = next(i for i, e in enumerate(calmly) if isinstance(e, Sleep))
+    drained = last(calmly[:asleep], Segment)
+    events, i = struck(policy, Crash(drained.engine, drained.t / NS - MS / 2, 0.02))
+    lost = inside(events[:i], drained.engine)
     asleep = next(j for j in range(i, len(events)) if isinstance(events[j], Sleep))
-    assert lost
-    assert not [e for e in events[begun:i] if isinstance(e, Generate)]
+    assert lost == {drained.rollout}
     assert lost <= {e.rollout for e in events[i:asleep] if isinstance(e, Segment) and e.end in ("stop", "length")}
 
 
