@@ -112,11 +112,8 @@ class Controller:
             for verdict in self._call("expire", (list, tuple), trigger):
                 self._check("expire", isinstance(verdict, Verdict), f"{verdict!r} is no Verdict")
                 known = ledger.groups.get(verdict.group)
-                self._check(
-                    "expire",
-                    known is not None and known.state in ("running", "accepted"),
-                    f"group {verdict.group} is neither running nor accepted",
-                )
+                if known is None or known.state not in ("running", "accepted"):
+                    raise self._error("expire", f"group {verdict.group} is neither running nor accepted")
                 if verdict.fate == "park" and (known.state != "running" or known.parked == ledger.v):
                     continue
                 expire(ledger, verdict, self._out)

@@ -49,15 +49,18 @@ def installing(update: Install, moves: list[Move], ledger: Ledger) -> list[AnySt
     asleep = [e for e in update.engines if "weights" not in ledger.engines[e].awake]
     awake = [e for e in update.engines if e not in asleep]
     leaving = list(moves[0].offload) if moves else []
-    return [
-        *([_quiet(awake, update.fate), Still(awake)] if awake else []),
-        *([PutAway(leaving[:1]), WakeUp(asleep, ["weights"])] if asleep else []),
-        Send(),
-        *([FlushCaches(awake)] if awake and update.flush else []),
-        Announce(),
-        *([PutAway(leaving[1:]), WakeUp(asleep, ["kv"]), Hand([m.device for m in moves], False)] if asleep else []),
-        Reopen(update.engines),
-    ]
+    stages: list[AnyStage] = []
+    if awake:
+        stages += [_quiet(awake, update.fate), Still(awake)]
+    if asleep:
+        stages += [PutAway(leaving[:1]), WakeUp(asleep, ["weights"])]
+    stages.append(Send())
+    if awake and update.flush:
+        stages.append(FlushCaches(awake))
+    stages.append(Announce())
+    if asleep:
+        stages += [PutAway(leaving[1:]), WakeUp(asleep, ["kv"]), Hand([m.device for m in moves], False)]
+    return [*stages, Reopen(update.engines)]
 
 
 def switching(moves: list[Move], ledger: Ledger) -> list[AnyStage]:

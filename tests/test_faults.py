@@ -17,7 +17,7 @@ from rlsched.decisions import Verdict
 from rlsched.facts import Done, Down, Fact, Installed, Scored, Segment, Trained, Up, Updating
 from rlsched.history import Event
 from rlsched.ledger import Ledger
-from rlsched.notes import Cancel, Publish
+from rlsched.notes import Cancel, Go, Publish, Wait
 from rlsched.policy import Policy, areal_async, verl_hybrid
 from rlsched.shape import Shape
 from rlsched.sim.scenario import (
@@ -35,7 +35,7 @@ from rlsched.slots.admit import Cap
 from rlsched.slots.expire import Never
 from rlsched.slots.place import Colocated, Disaggregated
 from rlsched.slots.publish import EveryVersion
-from rlsched.slots.select import InOrder
+from rlsched.slots.select import FirstFinished, InOrder
 from rlsched.testing import Tally, assert_clean, policies, run, scenarios, seeds
 from rlsched.workload import Length, Workload
 
@@ -334,6 +334,17 @@ def test_a_sleeping_engine_crashes(sleep: int, down: float) -> None:
     assert works(events[i:], 1)
     trained = next(e for e in events[i:] if isinstance(e, Trained))
     assert not [e for e in events[i : events.index(trained)] if isinstance(e, Wake)]
+
+
+def test_the_only_engine_crashes_while_a_batch_waits_for_the_rest_of_its_version() -> None:
+    """On shared devices a batch is selected, and not begun before all of its version is there: it must be made first."""
+    policy = replace(verl_hybrid(), select=FirstFinished())
+    at = after(unharmed(policy, 1), lambda e: isinstance(e, Go))
+    events, i = struck(policy, Crash(0, at, 0.02), engines=1)
+    assert isinstance(last(events[:i], Go, Train, Wait), Go)
+    trained = next(j for j in range(i, len(events)) if isinstance(events[j], Train))
+    assert inside(events[:i], 0)
+    assert [e.engines for e in events[i:trained] if isinstance(e, Transfer)] == [[0]]
 
 
 def test_an_engine_crashes_while_it_is_drained_for_the_trainer() -> None:

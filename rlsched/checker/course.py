@@ -62,7 +62,7 @@ def end(state: State, line: int, event: End) -> None:
     elif order is None and (event.ok or event.by):
         state.broken("CAUSE", f"End by {event.by}, which is no unanswered command", seen)
     stopped = state.stopped
-    halted = stopped is not None and isinstance(stopped.event, Stop) and stopped.event.why
+    halted = stopped.event.why if stopped is not None and isinstance(stopped.event, Stop) else ""
     if event.stalled:
         text = f"nothing could happen any more: {event.why}"
         state.broken("LIVE", text, state.failed, state.fallen, *state.waits.values(), seen)
@@ -72,8 +72,8 @@ def end(state: State, line: int, event: End) -> None:
         if stopped is not None and not halted:
             state.broken("LIVE", "the run was stopped in good order, yet failed", stopped, seen)
         return
-    if stopped is not None and halted:
-        state.broken("LIVE", f"the run stopped because of {stopped.event.why!r}, yet ended well", stopped, seen)
+    if halted:
+        state.broken("LIVE", f"the run stopped because of {halted!r}, yet ended well", stopped, seen)
     if state.failed is not None:
         state.broken("LIVE", "the run ended well, though a command had failed", state.failed, seen)
     _settled(state, seen)
