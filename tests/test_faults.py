@@ -337,7 +337,7 @@ def test_a_sleeping_engine_crashes(sleep: int, down: float) -> None:
 
 
 def test_the_only_engine_crashes_while_a_batch_waits_for_the_rest_of_its_version() -> None:
-    """On shared devices a batch is selected, and not begun before all of its version is there: it must be made first."""
+    """On shared devices a batch is selected but not begun before all of its version is there: that must be made first."""
     policy = replace(verl_hybrid(), select=FirstFinished())
     at = after(unharmed(policy, 1), lambda e: isinstance(e, Go))
     events, i = struck(policy, Crash(0, at, 0.02), engines=1)
