@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal, Self, TypeVar
 
 import msgspec
 
@@ -185,9 +185,10 @@ async def launch(
     cpus: Iterable[int] | None,
     on_event: Callable[[answers.Event], None],
     on_down: Callable[[ChildDied], None],
+    environment: Mapping[str, str] | None = None,
 ) -> tuple[Child, Channel, answers.Loaded]:
     """Start a child and load it."""
-    child = Child.start(name, module, run_dir, interpreter=interpreter, cpus=cpus)
+    child = Child.start(name, module, run_dir, interpreter=interpreter, cpus=cpus, environment=environment)
     channel = await Channel.open(child, on_event, on_down)
     try:
         loaded = await channel.call(commands.Load(msgspec.to_builtins(config)), answers.Loaded)
@@ -218,6 +219,7 @@ class EngineClient(Client):
         module: str = "rlsched.real.engines.transformers",
         interpreter: str = sys.executable,
         cpus: Iterable[int] | None = None,
+        environment: Mapping[str, str] | None = None,
         on_ended: Callable[[answers.Ended], None] = ignore,
         on_down: Callable[[ChildDied], None] = ignore,
     ) -> EngineClient:
@@ -227,7 +229,7 @@ class EngineClient(Client):
             if isinstance(event, answers.Ended):
                 on_ended(event)
 
-        return cls(*await launch(name, module, config, run_dir, interpreter, cpus, on_event, on_down))
+        return cls(*await launch(name, module, config, run_dir, interpreter, cpus, on_event, on_down, environment))
 
     async def submit(self, rollout: str, tokens: list[int], max_new_tokens: int, *, forced: bool = True) -> None:
         """Queue a request; `Refused` if it can never fit. Its end is told to `on_ended`."""
@@ -300,7 +302,7 @@ class TrainerClient(Client):
         cpus: Iterable[int] | None = None,
         on_phase: Callable[[answers.Phase], None] = ignore,
         on_down: Callable[[ChildDied], None] = ignore,
-    ) -> TrainerClient:
+    ) -> Self:
         """Start a trainer child and wait until it is ready. Callbacks are called in the event loop, in order."""
 
         def on_event(event: answers.Event) -> None:

@@ -16,6 +16,7 @@ from rlsched.shape import Device
 from . import answers
 from .child import ChildDied
 from .client import EngineClient, TrainerClient
+from .installs import RECIPES, require
 from .setup import Setup
 from .transport import BroadcastBuckets, Buckets, Checkpoints, SharedBuckets
 
@@ -31,6 +32,8 @@ class Rig:
         self.engines: dict[int, EngineClient] = {}
         self.trainer: TrainerClient
         self.cores = sorted(os.sched_getaffinity(0))
+        self._recipe = RECIPES[setup.engine_kind]
+        self._interpreter = require(setup.engine_kind).interpreter
         self._folder = tempfile.TemporaryDirectory(prefix="rlsched-")
         self._shared: dict[int, SharedBuckets] = {}
         self._broadcast = BroadcastBuckets()
@@ -57,6 +60,9 @@ class Rig:
             f"engine-{id}",
             self.setup.engine,
             Path(self._folder.name),
+            module=self._recipe.module,
+            interpreter=self._interpreter,
+            environment=self._recipe.environment,
             on_ended=lambda told: self._ended(id, told),
             on_down=lambda error: self._fell(id, error),
         )

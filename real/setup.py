@@ -13,6 +13,7 @@ from rlsched.shape import Shape
 from rlsched.workload import Length, Workload
 
 from .config import EngineConfig, TrainerConfig
+from .installs import EngineKind
 from .pacing import EnginePace, StepCost, TrainerPace, WorkCost
 from .task import Task
 
@@ -37,6 +38,8 @@ class Setup(Struct, frozen=True, forbid_unknown_fields=True):
     shape: Shape = Shape(b=4, samples=4, steps=6, budget=96)
     workload: Workload = Workload(prompt=Length(mean=4.0), output=Length(kind="lognormal", mean=40.0))
     task: Task = Task()
+    engine_kind: EngineKind = "transformers"
+    """Which library generates; see ``installs`` for where it must be."""
     engine: EngineConfig = EngineConfig()
     trainer: TrainerConfig = TrainerConfig()
     forced: bool = True

@@ -121,10 +121,13 @@ class Staging:
 
 
 class Group:
-    """Membership in the broadcast group; rank 0 sends. A group that failed is of no more use: join again."""
+    """Membership in the broadcast group; rank 0 sends. A group that failed is of no more use: join again.
+
+    It is no `torch.distributed` default group: a process has one of those, and in vLLM's it is vLLM's.
+    """
 
     def __init__(self) -> None:
-        self._joined = False
+        self._group: Any = None
         self._store: Any = None
 
     def host(self) -> str:
@@ -140,30 +143,30 @@ class Group:
             self.leave()
             host, port = address.rsplit(":", 1)
             self._store = dist.TCPStore(host, int(port), is_master=False, timeout=timeout)
-        dist.init_process_group("gloo", store=self._store, rank=rank, world_size=world_size, timeout=timeout)
-        self._joined = True
+        self._group = dist.ProcessGroupGloo(self._store, rank, world_size, timeout)
 
     def leave(self) -> None:
         """Leave the group, if any."""
-        if self._joined:
-            self._joined = False
-            dist.destroy_process_group()
+        self._group = None
         self._store = None
 
     def send(self, weights: WeightSet, pieces: Sequence[Piece]) -> int:
         """Pack a bucket and broadcast it; its bytes."""
         buffer = self._buffer(weights, pieces)
         weights.pack(buffer, pieces)
-        dist.broadcast(buffer, src=0)
+        self._broadcast(buffer)
         return len(buffer)
 
     def receive(self, weights: WeightSet, pieces: Sequence[Piece]) -> int:
         """Take a bucket and copy it; its parameter bytes."""
         buffer = self._buffer(weights, pieces)
-        dist.broadcast(buffer, src=0)
+        self._broadcast(buffer)
         return weights.copy(buffer, pieces)
 
+    def _broadcast(self, buffer: torch.Tensor) -> None:
+        self._group.broadcast([buffer], dist.BroadcastOptions()).wait()  # from rank 0, by default
+
     def _buffer(self, weights: WeightSet, pieces: Sequence[Piece]) -> torch.Tensor:
-        if not self._joined:
+        if self._group is None:
             raise Refused("not in a broadcast group")
         return torch.empty(extent(weights.parameters, pieces), dtype=torch.uint8)

@@ -6,7 +6,7 @@ from html import escape
 from msgspec import Struct
 
 WIDTH, HEIGHT = 640, 360
-LEFT, TOP, RIGHT, BOTTOM = 52, 40, 150, 44
+LEFT, TOP, RIGHT, BOTTOM = 52, 40, 170, 44
 """Margins in pixels; at the right stand the names."""
 
 

@@ -63,4 +63,4 @@ def test_a_world_can_not_tell_the_engine_from_its_twin() -> None:
         )
 
     holds()
-    seen.demand(crashed=0.3, together=0.2, preempted=0.1, aborted_midstep=0.2, tied=0.2, silent=0.3)
+    seen.demand(crashed=0.3, together=0.12, preempted=0.05, aborted_midstep=0.1, tied=0.06, silent=0.35)

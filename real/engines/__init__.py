@@ -19,6 +19,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     device: str  # "cpu", "cuda"
     max_request_tokens: int  # longest prompt + output of one request; longer ones are refused
     kv_tokens: int  # tokens of KV
+    page_size: int = 1  # tokens of a KV page
     max_requests: int  # in one step
     max_batch_tokens: int  # in one step
     pause_modes: tuple[str, ...]  # "keep": requests freeze with their KV

@@ -14,30 +14,13 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.requests import RequestState
 
 from ..config import EngineConfig
-
-
-class Output(NamedTuple):
-    """What a request has generated since it was added."""
-
-    rollout: str
-    tokens: list[int]
-    logprobs: list[float]
-
-
-class Work(NamedTuple):
-    """What a step computes, in the terms of `answers.Step`."""
-
-    decoding: int
-    kv_tokens: int
-    prompt_tokens: int
-    rollouts: list[str]
+from .server import Output, Work
 
 
 class Batcher:
@@ -88,7 +71,6 @@ class Batcher:
         self.cache = self._processor.cache
         self._prepare = self._processor.prepare_next_batch
         self._processor.prepare_next_batch = self._enter
-        self.stopping = False
 
     def _enter(self) -> bool:
         self._control()
@@ -102,8 +84,7 @@ class Batcher:
         self._manager.start()
 
     def stop(self) -> None:
-        """End the loop and wait for it; the control point must let go when `stopping` is set."""
-        self.stopping = True
+        """End the loop and wait for it; the control point must not wait any more."""
         self._manager.stop(block=True, hard_stop=True)
 
     @property
@@ -198,8 +179,3 @@ def _output(state: Any) -> Output:
     # Also right for a preempted request, whose earlier tokens have become part of its prompt.
     result = state.to_generation_output()
     return Output(result.request_id, result.generated_tokens, result.logprobs)
-
-
-def seed_sampling(seed: int) -> None:
-    """Sampling draws from torch's default generator."""
-    torch.manual_seed(seed)

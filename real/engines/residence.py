@@ -6,25 +6,63 @@ first byte of an update to its last, they are unusable, and only a complete upda
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import Tensor
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 from ..memory import Droppable, resident, trim
 from ..weights import WeightSet
 from ..wire import Refused
 
+PARTS = ("kv", "weights")
+"""What can sleep, in the order of levels: level 1 takes the first, level 2 both."""
+
+
+class Memory(Protocol):
+    """What holds an engine's parts."""
+
+    def drop(self, parts: Sequence[str]) -> None:
+        """Give these parts' memory back; the contents are lost."""
+
+    def take(self, parts: Sequence[str]) -> None:
+        """Take it again; KV is empty then."""
+
+    def forget_kv(self) -> None:
+        """Forget all cached KV; no request stands on it."""
+
+
+class OwnMemory:
+    """Parts that are tensors of this process: parameters, and one cache of transformers' continuous batching."""
+
+    def __init__(self, weights: WeightSet, cache: Any) -> None:
+        self._cache = cache
+        self._storages = {"weights": Droppable(weights.parameters.values()), "kv": Droppable([cache.cache_tensor])}
+
+    def drop(self, parts: Sequence[str]) -> None:
+        """Give these parts' memory back."""
+        for part in parts:
+            self._storages[part].drop()
+        trim()
+
+    def take(self, parts: Sequence[str]) -> None:
+        """Take it again."""
+        for part in parts:
+            self._storages[part].take()
+        if "kv" in parts:
+            self.forget_kv()
+
+    def forget_kv(self) -> None:
+        """Forget all cached KV."""
+        self._cache.reset()
+
 
 class Residence:
-    """Weights and KV of one engine."""
+    """Weights and KV of one engine. `levels`: of sleep, that it can do."""
 
-    def __init__(self, weights: WeightSet, cache: Any, levels: tuple[int, ...]) -> None:
-        tensors: Tensor = cache.cache_tensor
+    def __init__(self, weights: WeightSet, memory: Memory, levels: tuple[int, ...]) -> None:
         self.levels = levels
         self.asleep: set[str] = set()
         self._weights = weights
-        self._cache = cache
-        self._storages = {"weights": Droppable(weights.parameters.values()), "kv": Droppable([tensors])}
+        self._memory = memory
         self.forget()
 
     def forget(self) -> None:
@@ -37,7 +75,7 @@ class Residence:
     @property
     def awake(self) -> list[str]:
         """Parts in memory."""
-        return sorted(set(self._storages) - self.asleep)
+        return sorted(set(PARTS) - self.asleep)
 
     def require_usable(self) -> None:
         """Raise `Refused` unless the engine may generate."""
@@ -55,28 +93,26 @@ class Residence:
         if self.asleep:
             raise Refused("asleep already")
         before = resident()
-        for tag in ("kv",) if level == 1 else ("kv", "weights"):
-            self._storages[tag].drop()
-            self.asleep.add(tag)
+        parts = PARTS[:level]
+        self._memory.drop(parts)
+        self.asleep.update(parts)
         self.usable = self.usable and level == 1
-        trim()
         return before, resident()
 
     def wake(self, tags: list[str]) -> None:
         """Take the memory of these parts again; of those that are awake nothing changes."""
-        unknown = set(tags) - set(self._storages)
+        unknown = set(tags) - set(PARTS)
         if unknown:
             raise Refused(f"no such tag: {', '.join(sorted(unknown))}")
-        for tag in sorted(self.asleep & set(tags)):
-            self._storages[tag].take()
-            self.asleep.discard(tag)
-            if tag == "kv":
-                self._cache.reset()
+        parts = sorted(self.asleep & set(tags))
+        if parts:
+            self._memory.take(parts)
+        self.asleep.difference_update(parts)
 
     def drop_kv(self) -> None:
         """Forget all cached KV; no request may stand on it."""
         if "kv" not in self.asleep:
-            self._cache.reset()
+            self._memory.forget_kv()
 
     # ------------------------------------------------------------ updates
 

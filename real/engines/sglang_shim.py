@@ -140,8 +140,10 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 def install() -> None:
     """Ask the finder last, from now on."""
-    if not any(type(finder).__name__ == Finder.__name__ and type(finder).__module__ == Finder.__module__
-               for finder in sys.meta_path):
+    if not any(
+        type(finder).__name__ == Finder.__name__ and type(finder).__module__ == Finder.__module__
+        for finder in sys.meta_path
+    ):
         sys.meta_path.append(Finder())
 
 

@@ -78,7 +78,7 @@ def test_it_learns_by_itself_and_held_out_prompts_never_train(study):
     steps = 24
     curve, events, rollouts = study(ASYNC, 0, steps, 8)
     assert curve.start <= 0.1
-    assert curve.final >= curve.start + 0.2
+    assert curve.final >= curve.start + 0.25
     assert [p.version for p in curve.points] == [0, 8, 16, 24]
     assert len({p.checksum for p in curve.points}) == 4
     held_out_prompts_never_train(events, rollouts, 0, steps)

@@ -12,6 +12,8 @@ from rlsched.real.wire import Refused
 pytestmark = pytest.mark.real
 
 WEIGHT_BYTES = 4 * WIDE.parameters()
+KV_TOKENS = 64 * 16
+KV_BYTES = KV_TOKENS * WIDE.layers * 2 * WIDE.kv_heads * WIDE.head_dim * 4
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +56,12 @@ def test_level_2_frees_weights_and_kv_and_wakes_whole(rig, engine, trainer, gree
         await transport.close()
         return before, slept, garbage, pushed, after
 
-    for index in range(2):
+    footprint = WEIGHT_BYTES + KV_BYTES
+    assert footprint >= 256 << 20
+    for index in range(10):
         before, slept, garbage, pushed, after = rig.run(cycle(index))
         assert slept.freed == slept.rss_before - slept.rss_after
-        assert slept.freed >= 0.95 * WEIGHT_BYTES
+        assert slept.freed >= 0.8 * footprint
         assert garbage.checksum != engine.initial_checksum
         assert pushed.updated["engine"].checksum == engine.initial_checksum
         assert before.tokens == after.tokens == wanted

@@ -1,0 +1,138 @@
+"""What SGLang's scheduler tells the engine child, past HTTP: every step, every pause, every request that it took.
+
+SGLang's HTTP answers say neither what a step computed nor when a pause has taken effect: `/pause_generation` and
+`/generate` are answered, or silent, before the scheduler has seen them. A hook in the scheduler's process (see
+`sglang_server`) sends these records over a Unix socket. It is in the abstract namespace: no file, nothing to clean up.
+
+Here are the records and the child's end. Nothing but msgspec is imported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import struct
+from collections.abc import Callable
+
+import msgspec
+
+from ..answers import Step
+from ..pacing import StepCost
+
+LINK = "RLSCHED_SGLANG_LINK"
+"""Environment variable that holds a `Terms` as JSON."""
+HEADER = struct.Struct(">I")
+
+
+class Terms(msgspec.Struct, frozen=True):
+    """What the hook needs to know."""
+
+    address: str  # name of the abstract socket, without its leading zero byte
+    pace: StepCost | None  # None: steps are not held
+
+
+class Totals(msgspec.Struct, frozen=True, array_like=True):
+    """A pacer's counters since the server's start."""
+
+    held: int = 0
+    declared_ns: int = 0
+    overruns: int = 0
+    overrun_ns: int = 0
+
+
+class Taken(msgspec.Struct, frozen=True, array_like=True, tag="taken"):
+    """The scheduler has this request in its queue."""
+
+    rid: str
+
+
+class Stepped(msgspec.Struct, frozen=True, array_like=True, tag="stepped"):
+    """A step is over. `made`: tokens that each of its requests has generated."""
+
+    step: Step
+    made: dict[str, int]
+    totals: Totals
+
+
+class Stood(msgspec.Struct, frozen=True, array_like=True, tag="stood"):
+    """A pause has taken effect. `standing`: the requests that hold KV."""
+
+    standing: list[str]
+
+
+Record = Taken | Stepped | Stood
+
+
+def frame(record: Record) -> bytes:
+    """One record as bytes on the socket."""
+    body = msgspec.msgpack.encode(record)
+    return HEADER.pack(len(body)) + body
+
+
+class Link:
+    """The child's end. `on_record` is called for every record, in order, in the event loop's thread."""
+
+    def __init__(self, on_record: Callable[[Record], None]) -> None:
+        self.address = f"rlsched-sglang-{os.getpid()}"
+        self._on_record = on_record
+        self._decoder = msgspec.msgpack.Decoder(Record)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(f"\0{self.address}")
+        self._listener.listen(1)
+        self._listener.setblocking(False)
+        self._peer: socket.socket | None = None
+        self._rest = b""
+        self._news = asyncio.Event()
+        asyncio.get_running_loop().add_reader(self._listener, self._accept)
+
+    def _accept(self) -> None:
+        peer, _ = self._listener.accept()
+        peer.setblocking(False)
+        self._peer = peer
+        asyncio.get_running_loop().add_reader(peer, self.drain)
+
+    def drain(self) -> None:
+        """Take all that has come. What the scheduler told before it answered a request is here when the answer is."""
+        if self._peer is None:
+            return
+        ended = False
+        while not ended:
+            try:
+                data = self._peer.recv(1 << 16)
+            except BlockingIOError:
+                break
+            self._rest += data
+            ended = not data
+        at = 0
+        while len(self._rest) - at >= HEADER.size:
+            (length,) = HEADER.unpack_from(self._rest, at)
+            end = at + HEADER.size + length
+            if end > len(self._rest):
+                break
+            self._on_record(self._decoder.decode(self._rest[at + HEADER.size : end]))
+            at = end
+        self._rest = self._rest[at:]
+        # Whoever waits looks again.
+        self._news.set()
+        self._news.clear()
+        if ended:
+            self._hang_up()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait for a condition that only records can bring about."""
+        self.drain()
+        while not condition():
+            await self._news.wait()
+
+    def _hang_up(self) -> None:
+        if self._peer is not None:
+            asyncio.get_running_loop().remove_reader(self._peer)
+            self._peer.close()
+            self._peer = None
+
+    def close(self) -> None:
+        """Let go of the socket."""
+        self._hang_up()
+        asyncio.get_running_loop().remove_reader(self._listener)
+        self._listener.close()

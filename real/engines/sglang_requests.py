@@ -1,0 +1,94 @@
+"""The live requests of an SGLang engine: how far each has come, and under which version.
+
+SGLang takes an id to be aborted for a prefix: `x-1` would end `x-10`, too. Here every request gets an id of its own, of
+fixed width, so that none begins with another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import pairwise
+
+import msgspec
+
+from ..commands import Json, Submit
+
+
+class Request(msgspec.Struct):
+    """One live request."""
+
+    command: Submit
+    rid: str
+    sent: asyncio.Task[None] | None = None  # None: it waits here for the end of a pause
+    queued: bool = False  # whether the scheduler has it
+    made: int = 0  # tokens generated
+    cuts: list[tuple[int, int]] = []  # version, and tokens made when the first step under it began
+
+    @property
+    def version(self) -> int | None:
+        """Installed when its computation began."""
+        return self.cuts[0][0] if self.cuts else None
+
+    def body(self, temperature: float, eos: int | None) -> Json:
+        """What `/generate` is asked."""
+        forced = self.command.forced
+        sampling: Json = {
+            "temperature": temperature,
+            "max_new_tokens": self.command.max_new_tokens,
+            "ignore_eos": forced,
+        }
+        if not forced and eos is not None:
+            sampling["stop_token_ids"] = [eos]
+        return {
+            "rid": self.rid,
+            "input_ids": self.command.tokens,
+            "sampling_params": sampling,
+            "return_logprob": True,
+            "logprob_start_len": -1,  # of the output alone
+        }
+
+    def spans(self) -> list[tuple[int, int]]:
+        """Versions and the numbers of tokens made under them, in order."""
+        ends = [at for _, at in self.cuts[1:]]
+        bounds = pairwise([0, *ends, self.made])
+        return [(version, b - a) for (version, _), (a, b) in zip(self.cuts, bounds, strict=True) if b > a]
+
+
+class Requests:
+    """All live requests of an engine, by rollout and by SGLang's id."""
+
+    def __init__(self) -> None:
+        self.live: dict[str, Request] = {}
+        self._by_rid: dict[str, Request] = {}
+        self._added = 0
+
+    def __contains__(self, rid: str) -> bool:
+        return rid in self._by_rid
+
+    def add(self, command: Submit) -> Request:
+        """A new request."""
+        self._added += 1
+        request = Request(command, f"{self._added:012d}")
+        self.live[command.rollout] = self._by_rid[request.rid] = request
+        return request
+
+    def remove(self, request: Request) -> None:
+        """It has ended."""
+        del self.live[request.command.rollout], self._by_rid[request.rid]
+
+    def sent(self) -> list[Request]:
+        """Those that are in the server, or on their way there."""
+        return [request for request in self.live.values() if request.sent is not None]
+
+    def taken(self, rid: str) -> None:
+        """The scheduler has it."""
+        if request := self._by_rid.get(rid):
+            request.queued = True
+
+    def stepped(self, made: dict[str, int], version: int) -> None:
+        """A step under `version` is over; tokens that its requests have made."""
+        for rid, count in made.items():
+            if request := self._by_rid.get(rid):
+                if not request.cuts or request.cuts[-1][0] != version:
+                    request.cuts.append((version, request.made))
+                request.made = count

