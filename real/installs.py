@@ -7,6 +7,7 @@ needs rlsched itself (without its dependencies), of which a child imports `rlsch
 import os
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
@@ -97,6 +98,11 @@ def interpreter(name: EngineKind) -> str:
 def engine(name: EngineKind) -> Installed:
     """Look at one engine; an interpreter is started for it, but the library isn't loaded."""
     recipe, python = RECIPES[name], interpreter(name)
+    if not recipe.variable:
+        try:
+            return Installed(name, python, metadata.version(recipe.distributions[0]), True)
+        except metadata.PackageNotFoundError:
+            return Installed(name, python, "", False, "pip install 'rlsched[real]'")
     if not Path(python).exists():
         return Installed(name, python, "", False, f"no {python}: make engines, or set {recipe.variable}")
     asked = subprocess.run([python, "-c", LOOK, *recipe.distributions], capture_output=True, text=True, check=False)

@@ -108,7 +108,7 @@ class StandIn(types.ModuleType):
             return Driver()
         if full in ("triton.runtime", "triton.language"):
             return importlib.import_module(full)
-        found = sys.modules.get(full)
+        found: Any = sys.modules.get(full)
         if found is None:
             # Names in capitals are classes, so that isinstance() accepts them.
             found = type(name, (Anything,), {}) if name[0].isupper() else Anything()
@@ -131,7 +131,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         """An empty module."""
         module = StandIn(spec.name)
         module.__path__ = []
-        module.__version__ = VERSION
+        module.__dict__["__version__"] = VERSION
         return module
 
     def exec_module(self, module: types.ModuleType) -> None:
@@ -140,10 +140,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 def install() -> None:
     """Ask the finder last, from now on."""
-    if not any(
-        type(finder).__name__ == Finder.__name__ and type(finder).__module__ == Finder.__module__
-        for finder in sys.meta_path
-    ):
+    if not any(isinstance(finder, Finder) for finder in sys.meta_path):
         sys.meta_path.append(Finder())
 
 

@@ -100,6 +100,14 @@ def trainer(rig: Any) -> Any:
     return rig.trainer("trainer", TrainerConfig(lr=1e-2))
 
 
+@pytest.fixture(scope="module")
+def apart(rig: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A second rig, for engines that don't survive their tests."""
+    made = type(rig)(tmp_path_factory.mktemp("apart"))
+    yield made
+    made.close()
+
+
 def said(client: EngineClient, what: str) -> list[str]:
     """Lines of the child's stderr."""
     return [line for line in client.child.stderr.read_text().splitlines() if what in line]
@@ -439,23 +447,27 @@ def test_an_aborted_request_goes_on_under_the_new_version(rig, speaking, forger)
     assert mismatches(rest.tokens, [Claim(20, 1, 1)]) == []
 
 
-def test_a_prefix_cache_that_is_not_flushed_is_seen(rig, forger):
+@pytest.fixture(scope="module")
+def sharing(apart: Any) -> EngineClient:
+    return start(apart, "sharing", EngineConfig(model=CANARY, temperature=0.0, kv_blocks=256), SHARING)
+
+
+def test_a_prefix_cache_that_is_not_flushed_is_seen(apart, sharing, forger):
     """A seeded wrong handling: with SGLang's prefix cache on, and no flush, new weights stand on old KV."""
-    sharing = start(rig, "sharing", EngineConfig(model=CANARY, temperature=0.0, kv_blocks=256), SHARING)
 
     async def twice():
         told = []
         for version, flush in ((1, True), (2, False)):
-            await rig.generate(sharing, f"before {version}", PROMPT, 10)
+            await apart.generate(sharing, f"before {version}", PROMPT, 10)
             await sharing.pause()
             await bring(sharing, forger, version)
             if flush:
                 assert (await sharing.flush()).ok
             await sharing.resume()
-            told.append(runs((await rig.generate(sharing, f"after {version}", PROMPT, 10)).tokens, version))
+            told.append(runs((await apart.generate(sharing, f"after {version}", PROMPT, 10)).tokens, version))
         return told
 
-    flushed, stale = rig.run(twice())
+    flushed, stale = apart.run(twice())
     assert [r.said for r in flushed] == [Reading(1, 1)]
     assert stale[0].said == Reading(2, 1, ("kv",))
 
@@ -480,29 +492,57 @@ def running(pid: int) -> bool:
         return False
 
 
-def test_killing_the_child_takes_the_server_along(fresh_rig):
-    client = start(fresh_rig, "doomed", EngineConfig())
-    server = server_of(client)
-    assert len(server) >= 3
-    client.child.kill()
-    deadline = time.monotonic() + 20
-    while left := [pid for pid in server if running(pid)]:
-        assert time.monotonic() < deadline, f"left behind: {left}"
-        time.sleep(0.05)
+@pytest.fixture(scope="module")
+def paced(apart: Any) -> EngineClient:
+    return start(apart, "paced", Setup().paced().engine)
 
 
-def test_a_killed_scheduler_is_the_engines_death(fresh_rig):
-    client = start(fresh_rig, "crippled", EngineConfig())
-    server = server_of(client)
+def test_steps_are_held_to_their_minima(apart, paced, prompt):
+    pace = Setup().paced().engine.pace
+
+    async def traced():
+        await paced.trace(True)
+        await asyncio.gather(*(paced.submit(f"r{i}", prompt(i), 40) for i in range(8)))
+        await apart.end_of(*(f"r{i}" for i in range(8)))
+        return await paced.trace(False), await paced.count()
+
+    steps, counted = apart.run(traced())
+    declared = [pace.step.of(s.decoding, s.kv_tokens, s.prompt_tokens) for s in steps]
+    assert counted.held == len(steps)
+    assert counted.declared_ns == sum(declared)
+    assert sum(s.elapsed_ns for s in steps) >= sum(declared) - 1_000_000
+    assert sum(s.worked_ns for s in steps) < sum(declared)
+
+
+def test_the_server_follows_to_the_cores(apart, paced):
+    core = {min(os.sched_getaffinity(0))}
+    paced.set_cpus(core)
+    apart.run(paced.count())
+    assert all(os.sched_getaffinity(pid) == core for pid in server_of(paced))
+
+
+def test_a_killed_scheduler_is_the_engines_death(apart, paced):
+    server = server_of(paced)
     scheduler = next(p for p in server if b"scheduler" in Path(f"/proc/{p}/cmdline").read_bytes())
     os.kill(scheduler, signal.SIGKILL)
 
     async def dies():
-        while not fresh_rig.deaths:
+        while not apart.deaths:
             await asyncio.sleep(0.05)
 
-    fresh_rig.run(dies(), 60)
+    apart.run(dies(), 60)
     assert not [pid for pid in server if running(pid)]
+    apart.deaths.clear()
+
+
+def test_a_killed_child_takes_the_server_along(apart, sharing):
+    server = server_of(sharing)
+    assert len(server) >= 3
+    sharing.child.kill()
+    deadline = time.monotonic() + 20
+    while left := [pid for pid in server if running(pid)]:
+        assert time.monotonic() < deadline, f"left behind: {left}"
+        time.sleep(0.05)
 
 
 # ---------------------------------------------------------------- whole runs
@@ -565,24 +605,6 @@ def test_a_run_is_clean_replays_and_its_tokens_agree(bench: Bench, tmp_path: Pat
         assert found.mixed
     assert not any(isinstance(e, Segment) and e.end == "error" for e in events)
     assert Reader(path).manifest.versions["sglang"] == "0.5.23"
-
-
-def test_steps_are_held_to_their_minima(fresh_rig, prompt):
-    paced = Setup().paced().engine
-    client = start(fresh_rig, "paced", paced)
-
-    async def traced():
-        await client.trace(True)
-        await asyncio.gather(*(client.submit(f"r{i}", prompt(i), 40) for i in range(8)))
-        await fresh_rig.end_of(*(f"r{i}" for i in range(8)))
-        return await client.trace(False), await client.count()
-
-    steps, counted = fresh_rig.run(traced())
-    declared = [paced.pace.step.of(s.decoding, s.kv_tokens, s.prompt_tokens) for s in steps]
-    assert counted.held == len(steps)
-    assert counted.declared_ns == sum(declared)
-    assert sum(s.elapsed_ns for s in steps) >= sum(declared) - 1_000_000
-    assert sum(s.worked_ns for s in steps) < sum(declared)
 
 
 def test_the_stand_ins_are_loud(tmp_path):
