@@ -23,7 +23,7 @@ from .policy import Policy
 from .shape import Shape
 from .slot import Slot, Trigger
 from .stages import Track
-from .tracks import advance, closing, installing, switching, training
+from .tracks import advance, announce, closing, installing, switching, training
 
 
 class Controller:
@@ -138,6 +138,10 @@ class Controller:
         ledger = self.ledger
         if not ledger.trainer_free or ledger.closing:
             return False
+        if ledger.v < ledger.x and not ledger.behind():
+            # The last engine that was behind went down between two installs.
+            announce(ledger, None, self._out)
+            return ledger.v == ledger.x
         update = self._call("publish", (Install, type(None)))
         if update is None:
             return False

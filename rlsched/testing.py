@@ -131,7 +131,7 @@ def scenarios(
 
 def publishers() -> st.SearchStrategy[EveryVersion]:
     """Publish slots: every fate of running requests, one bucket or several, engines together or in turn."""
-    transports, fates = st.sampled_from(("broadcast", "ipc")), st.sampled_from(("resume", "restart", "drain"))
+    transports, fates = st.sampled_from(("broadcast", "ipc", "disk")), st.sampled_from(("resume", "restart", "drain"))
     return st.builds(EveryVersion, transports, st.sampled_from((1024, 1)), fates, st.booleans(), st.booleans())
 
 

@@ -106,10 +106,15 @@ def _quiet(engines: list[int], fate: str) -> AnyStage:
     return Interrupt(engines, "restart" if fate == "restart" else "resume")
 
 
-def _quorum(update: Install, ledger: Ledger) -> int:
-    """Engines that must hold the version before it is published: at least one. Those that join don't count."""
+def announce(ledger: Ledger, quorum: int | None, out: Out) -> None:
+    """Publish the trained version if enough engines hold it: ``quorum`` of them, or all that don't just join."""
+    holders = [e for e in ledger.serving() if ledger.engines[e].installed == ledger.x]
     members = [e for e in ledger.serving() if not ledger.engines[e].joining]
-    return max(1, len(members) if update.quorum is None else update.quorum)
+    if ledger.v < ledger.x and len(holders) >= max(1, len(members) if quorum is None else quorum):
+        ledger.v = ledger.x
+        ledger.unpublished = 0
+        ledger.at_publish = copy(ledger.counters)
+        out.append(Publish(ledger.v, holders))
 
 
 def enter(stage: AnyStage, ledger: Ledger, out: Out) -> set[int]:
@@ -172,12 +177,7 @@ def enter(stage: AnyStage, ledger: Ledger, out: Out) -> set[int]:
                 ids.add(issue(ledger, Transfer(next_id(ledger), u.version, u.engines, u.transport, u.bucket), out))
         case Announce():
             assert ledger.update is not None
-            holders = [e for e in ledger.serving() if ledger.engines[e].installed == ledger.x]
-            if ledger.v < ledger.x and len(holders) >= _quorum(ledger.update, ledger):
-                ledger.v = ledger.x
-                ledger.unpublished = 0
-                ledger.at_publish = copy(ledger.counters)
-                out.append(Publish(ledger.v, holders))
+            announce(ledger, ledger.update.quorum, out)
         case Farewell():
             stop(ledger, "", out)
         case _:

@@ -72,6 +72,9 @@ def scenario(costs: Costs, setup: Setup, rig: Rig) -> Scenario:
             broadcast_begin_s=costs.begin["broadcast"],
             broadcast_bucket_s=costs.bucket["broadcast"],
             broadcast_gbps=1e9,
+            disk_begin_s=costs.begin["disk"],
+            disk_bucket_s=costs.bucket["disk"],
+            disk_gbps=1e9,
         ),
         memory=MemoryCosts(
             kv_gb=rig.engine_bytes(0)["kv"] / 1e9,
