@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo venv test check bench nightly clean
+.PHONY: demo venv engines test check bench nightly clean
 
 demo: venv  ## run the main job for real on the embedded engine and compare it with its simulation
 	$(BIN)/rlsched validate verl-hybrid areal-async areal-async,admit.eta=1 --output out/demo $(ARGS)
@@ -12,8 +12,32 @@ venv: $(VENV)/.installed  ## only the environment, with .venv/bin/rlsched
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==$$(sed -n 's/^torch==//p' constraints.txt)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[real,test,dev]'
+	touch $@
+
+ENGINES := .engines
+TORCH = torch==$$(sed -n 's/^torch==//p' constraints.txt)
+
+engines: $(ENGINES)/vllm/.installed $(ENGINES)/sglang/.installed  ## vLLM and SGLang on CPU, each in an environment of its own
+
+# $(1) is the engine. All that it needs is in its file, so that no resolver brings CUDA builds.
+define engine
+	$(PYTHON) -m venv --clear $(ENGINES)/$(1)
+	$(ENGINES)/$(1)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	$(ENGINES)/$(1)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r real/engines/requirements-$(1).txt
+	$(ENGINES)/$(1)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+endef
+
+$(ENGINES)/vllm/.installed: real/engines/requirements-vllm.txt constraints.txt
+	$(call engine,vllm)
+	touch $@
+
+$(ENGINES)/sglang/.installed: real/engines/requirements-sglang.txt real/engines/sglang_shim.py constraints.txt
+	$(call engine,sglang)
+	site=$$($(ENGINES)/sglang/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
+		cp real/engines/sglang_shim.py "$$site/rlsched_sglang_shim.py" && \
+		echo 'import rlsched_sglang_shim' > "$$site/rlsched_sglang_shim.pth"
 	touch $@
 
 test: venv  ## all tests, real engines included
@@ -32,4 +56,4 @@ nightly: venv  ## what takes minutes
 	RLSCHED_NIGHTLY=1 $(BIN)/python -m pytest -m nightly
 
 clean:
-	rm -rf $(VENV) build out *.egg-info
+	rm -rf $(VENV) $(ENGINES) build out *.egg-info

@@ -104,12 +104,10 @@ class SglangEngine:
         """End the server."""
         self._driver.server.kill()
 
-    def _tell(self, request: Request, tokens: list[int], logprobs: list[float], reason: str) -> None:
-        if reason == "stop" and (request.command.forced or tokens[-1] != self._config.eos):
-            reason = "length"
+    def _tell(self, request: Request, tokens: list[int], logprobs: list[float]) -> None:
         version = self._landing.version if request.version is None else request.version
         rollout, now = request.command.rollout, time.monotonic_ns()
-        self._port.notify(answers.Ended(rollout, tokens, logprobs, reason, version, now))
+        self._port.notify(answers.Ended(rollout, tokens, logprobs, request.reason, version, now))
 
     # ------------------------------------------------------------ commands
 

@@ -25,8 +25,8 @@ from .sglang_requests import Request, Requests
 
 TAGS = {"weights": "weights", "kv": "kv_cache"}
 """Parts of the memory, as SGLang calls them."""
-Told = Callable[[Request, list[int], list[float], str], None]
-"""Takes an ended request, its tokens, their log-probabilities, and why it ended."""
+Told = Callable[[Request, list[int], list[float]], None]
+"""Takes an ended request, its tokens, and their log-probabilities."""
 
 
 class Driver:
@@ -120,7 +120,7 @@ class Driver:
 
     def _end(self, request: Request, tokens: list[int], meta: dict[str, Any]) -> None:
         logprobs = [float(entry[0]) for entry in meta.get("output_token_logprobs", [])]
-        reason = str(meta["finish_reason"]["type"])
+        request.reason = request.ended(tokens, str(meta["finish_reason"]["type"]), self._config.eos)
         name, spans = request.command.rollout, request.spans()
         if not request.made == len(tokens) == len(logprobs):
             print(f"{name}: {request.made} made, {len(tokens)} came, {len(logprobs)} logprobs", file=sys.stderr)
@@ -128,7 +128,7 @@ class Driver:
         if [label for label in labels if label[1]] != spans:
             print(f"{name}: SGLang says {labels}, installed was {spans}", file=sys.stderr)
         self._requests.remove(request)
-        self._on_end(request, tokens, logprobs, reason)
+        self._on_end(request, tokens, logprobs)
 
     async def abort(self, rollouts: list[str] | None) -> list[str]:
         """End these requests (None: all); which were ended by it."""
@@ -137,7 +137,7 @@ class Driver:
         waiting = [r for r in chosen if r.sent is None]
         for request in waiting:
             self._requests.remove(request)
-            self._on_end(request, [], [], "abort")
+            self._on_end(request, [], [])
         await self._settle([r for r in chosen if r.sent is not None])
         inside = [r for r in chosen if r.rid in self._requests]
         if any(r.rid in self.standing for r in inside):
@@ -149,7 +149,7 @@ class Driver:
             for request in inside:
                 await self.server.post("/abort_request", {"rid": request.rid})
         await asyncio.gather(*(r.sent for r in inside if r.sent is not None))
-        return [r.command.rollout for r in (*waiting, *inside)]
+        return [r.command.rollout for r in (*waiting, *inside) if r.reason == "abort"]
 
     async def _settle(self, requests: list[Request]) -> None:
         """Wait until the scheduler has these requests: what is still on its way would miss an abort or a pause."""

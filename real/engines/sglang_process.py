@@ -31,6 +31,8 @@ SETTINGS = {
     "TRANSFORMERS_OFFLINE": "1",
     # Every token goes to the HTTP process at once: a request aborted in the queue gives back what is there.
     "SGLANG_FORCE_STREAM_INTERVAL": "1",
+    # The last line of stderr is what is told of an engine that died.
+    "PYTHONWARNINGS": "ignore",
 }
 
 

@@ -23,6 +23,7 @@ class Request(msgspec.Struct):
     queued: bool = False  # whether the scheduler has it
     made: int = 0  # tokens generated
     cuts: list[tuple[int, int]] = []  # version, and tokens made when the first step under it began
+    reason: str = "abort"  # why it ended
 
     @property
     def version(self) -> int | None:
@@ -46,6 +47,15 @@ class Request(msgspec.Struct):
             "return_logprob": True,
             "logprob_start_len": -1,  # of the output alone
         }
+
+    def ended(self, tokens: list[int], said: str, eos: int | None) -> str:
+        """Why it ended, as every engine says it. The step that an abort still lets it do may have been its last: SGLang
+        calls it aborted then, and it is complete."""
+        if not self.command.forced and tokens and tokens[-1] == eos:
+            return "stop"
+        if len(tokens) == self.command.max_new_tokens:
+            return "length"
+        return said
 
     def spans(self) -> list[tuple[int, int]]:
         """Versions and the numbers of tokens made under them, in order."""

@@ -24,7 +24,7 @@ from vllm.platforms import current_platform
 from ..memory import trim
 from ..model import build
 from . import Capabilities
-from .residence import Residence
+from .residence import PARTS, Residence
 from .server import EngineServer, main, run
 from .vllm_batching import VllmBatcher
 
@@ -34,15 +34,17 @@ class VllmMemory:
 
     def __init__(self, batcher: VllmBatcher) -> None:
         self._batcher = batcher
+        self._dropped: Sequence[str] = ()
 
     def drop(self, parts: Sequence[str]) -> None:
         """Sleep at the level that takes these parts."""
+        self._dropped = parts
         self._batcher.sleep(len(parts))
         trim()
 
     def take(self, parts: Sequence[str]) -> None:
-        """Wake these parts."""
-        self._batcher.wake(parts)
+        """Wake these parts. At level 1 vLLM has moved the weights, too, and they come back with the KV."""
+        self._batcher.wake(parts if "weights" in self._dropped else PARTS)
 
     def forget_kv(self) -> None:
         """Forget all cached KV."""

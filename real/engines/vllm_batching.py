@@ -83,13 +83,24 @@ class VllmBatcher:
         )
         self._core = self._engine.engine_core
         self._scheduler: Any = self._core.engine_core.scheduler
-        self._scheduler.begun = lambda planned: begun(self._work(planned))
         self._temperature = config.temperature
         self._eos = config.eos
         self._salt = 0
         self._live: dict[str, Live] = {}
         self._names: dict[str, str] = {}  # rollout by vLLM's own id
         self._ended: list[Output] = []
+        self._warm()
+        self._scheduler.begun = lambda planned: begun(self._work(planned))
+
+    def _warm(self) -> None:
+        """Make the steps that vLLM takes long over: its first ones, of one request and of some."""
+        for n in (1, 4):
+            for i in range(n):
+                self.add(f"warm-{i}", [0] * 4, 4, True)
+            while self._live:
+                self.step()
+        self._ended.clear()
+        self.forget()
 
     # ------------------------------------------------------------ requests
 

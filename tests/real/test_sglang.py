@@ -149,14 +149,13 @@ def test_logprobs_are_the_trainers_own(rig, trainer, prompt, engine, afresh):
 
 
 def test_a_request_that_is_not_forced_stops_at_eos(rig, engine, afresh, model, prompt):
-    # EOS is token 2; a prompt is looked for whose greedy continuation has one.
+    # EOS is token 2; a prompt is looked for whose greedy continuation begins with it.
     import torch
 
-    def next_token(tokens):
-        with torch.no_grad():
-            return int(model(torch.tensor([tokens])).logits[0, -1].argmax())
-
-    first = next(t for t in ([BOS, a, b] for a in range(3, 32) for b in range(3, 32)) if next_token(t) == 2)
+    prompts = [[BOS, a, b] for a in range(3, 32) for b in range(3, 32)]
+    with torch.no_grad():
+        next_tokens = model(torch.tensor(prompts)).logits[:, -1].argmax(-1).tolist()
+    first = prompts[next_tokens.index(2)]
 
     async def both():
         await engine.submit("forced", first, 20)
@@ -237,6 +236,21 @@ def test_aborts_at_any_moment_are_exact(rig, engine, afresh, model, greedy, prom
     for end in rig.ended.values():
         assert end.tokens[:60] == longest[: len(end.tokens)]
     assert any(end.tokens for end in rig.ended.values())
+
+
+def test_a_request_whose_last_step_an_abort_lets_happen_is_complete(rig, engine, afresh, prompt):
+    """Every moment of a short request is met by some abort: what has all its tokens is told as finished."""
+
+    async def often():
+        for i in range(40):
+            await engine.submit(f"r{i}", prompt(i), 6)
+            await asyncio.sleep(0.001 * i)
+            aborted = (await engine.abort([f"r{i}"])).rollouts
+            assert aborted == ([f"r{i}"] if rig.ended[f"r{i}"].reason == "abort" else [])
+
+    rig.run(often())
+    assert {e.reason for e in rig.ended.values()} == {"abort", "length"}
+    assert all((e.reason == "length") == (len(e.tokens) == 6) for e in rig.ended.values())
 
 
 def test_a_pause_stands_still_and_an_abort_inside_gives_back_all(rig, engine, afresh, model, greedy, prompt):
