@@ -46,6 +46,7 @@ class EnginePace(msgspec.Struct, frozen=True):
 
     step: StepCost = StepCost()
     bucket: WorkCost = WorkCost()  # a weight bucket; unit: byte
+    install: WorkCost = WorkCost()  # taking in what landed, at the end of an update; unit: byte
     sleep: WorkCost = WorkCost()  # unit: level
     wake: WorkCost = WorkCost()  # unit: tag
 

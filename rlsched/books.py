@@ -24,7 +24,7 @@ from .facts import (
 )
 from .ledger import Engine, Group, Ledger, Prompt, Rollout, Span
 from .notes import Accept, Admit, Cancel, Drop, Go, Note, Reject, Wait
-from .stages import without
+from .stages import Drain, Reopen, Track, without
 
 Out = list[Command | Note]
 
@@ -352,6 +352,9 @@ def _down(ledger: Ledger, fact: Down, out: Out) -> None:
     if ledger.update is not None:
         ledger.update = replace(ledger.update, engines=[e for e in ledger.update.engines if e != engine.id])
     engine.installed = -1
+    track = ledger.tracks.get("trainer")
+    if engine.live and track is not None and isinstance(stage := track.stages[0], Drain):
+        ledger.tracks["trainer"] = Track([Reopen(stage.engines)])  # the others have to make what is lost
     for r in sorted(engine.live):
         ledger.recalled.pop(r, None)
         rollout = ledger.rollouts[r]

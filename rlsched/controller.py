@@ -136,8 +136,8 @@ class Controller:
 
     def _publish(self) -> bool:
         ledger = self.ledger
-        if not ledger.trainer_free or ledger.closing:
-            return False
+        if ledger.update is not None or ledger.tracks or ledger.closing:
+            return False  # a batch that waits for its devices is no hindrance: engines may have to finish its version
         if ledger.v < ledger.x and not ledger.behind():
             # The last engine that was behind went down between two installs.
             announce(ledger, None, self._out)
@@ -201,18 +201,18 @@ class Controller:
                 moves.append(m)
         taking = [m for m in moves if m.holder == "trainer"]
         giving = [m for m in moves if m.holder == "engine"]
-        if ledger.batch is not None:
-            lacking = {d.id for d in known.values() if d.trainer and ledger.holders[d.id] != "trainer"}
-            if lacking != {m.device for m in taking}:
-                return False
-            ledger.tracks["trainer"] = Track(training(taking, ledger))
-        elif ledger.update is not None:
+        if ledger.update is not None:
             homes = {d.id for d in known.values() if d.engine in ledger.update.engines}
             away = {d for d in homes if ledger.holders[d] == "trainer"}
             giving = [m for m in giving if m.device in away]
             if away != {m.device for m in giving}:
                 return False
             ledger.tracks["weights"] = Track(installing(ledger.update, giving, ledger))
+        elif ledger.batch is not None:
+            lacking = {d.id for d in known.values() if d.trainer and ledger.holders[d.id] != "trainer"}
+            if lacking != {m.device for m in taking}:
+                return False
+            ledger.tracks["trainer"] = Track(training(taking, ledger))
         elif moves and not ledger.closing:
             ledger.tracks["switch"] = Track(switching(taking or giving, ledger))
         else:

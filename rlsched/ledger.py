@@ -221,6 +221,11 @@ class Ledger(Struct):
             if prompt not in self.taken:
                 yield Prompt(prompt, 0)
 
+    def lost(self) -> list[int]:
+        """Rollouts that a crash took away and that no engine has got since; those of parked groups have time."""
+        back = [self.rollouts[r] for r in (*self.waiting, *self.interrupted)]
+        return [r.id for r in back if r.cause == "retry" and self.groups[r.group].parked != self.v]
+
     def serving(self) -> list[int]:
         """Engines that are up."""
         return [e.id for e in self.engines.values() if e.serving]

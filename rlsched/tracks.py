@@ -134,7 +134,7 @@ def enter(stage: AnyStage, ledger: Ledger, out: Out) -> set[int]:
                 ids.add(issue(ledger, Pause(next_id(ledger), e.id), out))
         case Reopen():
             for e in engines:
-                e.open = e.installed >= 0
+                e.open = e.installed >= ledger.v  # one that is older waits for the publish slot
                 if e.paused:
                     e.paused = False
                     ids.add(issue(ledger, Resume(next_id(ledger), e.id), out))

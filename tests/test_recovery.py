@@ -154,7 +154,7 @@ def test_a_checkpoint_goes_on_with_the_same_commands() -> None:
         seen.add(middle=middle, track=track, commands=bool(rest))
 
     holds()
-    seen.demand(middle=0.3, track=0.2, commands=0.5)
+    seen.demand(middle=0.15, track=0.1, commands=0.5)
 
 
 def test_a_checkpoint_holds_the_state_of_slots() -> None:

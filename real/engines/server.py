@@ -317,10 +317,11 @@ class EngineServer:
         return answers.Moved(copied, time.monotonic_ns() - began)
 
     def _end_update(self, version: int) -> answers.Updated:
-        self._work_pacer.rest()
         size = self._residence.end_update(version)
-        self._whole()
-        return answers.Updated(version, size, self._residence.checksum(), self._batcher.progress())
+        with self._held(self._pace.install.of(size)):
+            self._whole()
+            checksum = self._residence.checksum()
+        return answers.Updated(version, size, checksum, self._batcher.progress())
 
     def _whole(self) -> None:
         try:
@@ -356,10 +357,10 @@ class EngineServer:
 
     @contextmanager
     def _held(self, cost: int) -> Iterator[None]:
-        self._work_pacer.rest()  # an update that broke off may have left a chain
+        self._work_pacer.rest()  # buckets leave a chain
         self._work_pacer.start()
         yield
-        if self._config.pace is not None:
+        if cost:
             self._work_pacer.hold(cost)
         self._work_pacer.rest()
 

@@ -43,6 +43,8 @@ class Colocated(Aloof, frozen=True):
             return []
         if ledger.batch is not None and ledger.unpublished + len(ledger.buffer) < ledger.shape.B:
             return []  # the engines still have to make the rest of the version
+        if ledger.batch is not None and ledger.lost():
+            return []  # or what a crash took away
         holder: Literal["engine", "trainer"] = "trainer" if ledger.batch is not None else "engine"
         return [
             Move(d.id, holder, self.sleep, self.load, self.offload)

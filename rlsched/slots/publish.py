@@ -36,7 +36,8 @@ class EveryVersion(Aloof, frozen=True):
         behind = ledger.behind()
         if not behind:
             return None
-        engines = behind[:1] if self.rolling else behind
+        asleep = [e for e in behind if "weights" not in ledger.engines[e].awake]  # nothing goes on there meanwhile
+        engines = (asleep or behind[:1]) if self.rolling else behind
         return Install(ledger.x, engines, self.transport, self.bucket_mb * 2**20, self.fate, self.flush)
 
     def promises(self, shape: Shape) -> Promises:

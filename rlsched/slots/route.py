@@ -10,7 +10,7 @@ class RoundRobin(Aloof, frozen=True):
 
     def decide(self, state: None, ledger: Ledger, rollout: Rollout, cause: Cause) -> int | Hold:
         home = rollout.engine
-        if home is not None and ledger.engines[home].serving:
+        if home is not None and ledger.engines[home].serving and ledger.engines[home].awake:
             return home if ledger.engines[home].takes_requests else Hold("its engine is closed")
         up = ledger.ready
         return up[rollout.group % len(up)] if up else Hold("no engine is open")
