@@ -59,11 +59,10 @@ class Setup(Struct, frozen=True, forbid_unknown_fields=True):
 
     def paced(self) -> "Setup":
         """The same job with steps, phases and transfers held to the demo's minima, where none are declared."""
+        minima = self.engine.pace or (VLLM_PACE if self.engine_kind == "vllm" else ENGINE_PACE)
         return replace(
             self,
-            engine=replace(
-                self.engine, pace=self.engine.pace or (VLLM_PACE if self.engine_kind == "vllm" else ENGINE_PACE)
-            ),
+            engine=replace(self.engine, pace=minima),
             trainer=replace(self.trainer, pace=self.trainer.pace or TRAINER_PACE),
         )
 

@@ -47,6 +47,7 @@ from rlsched.facts import (
     Scored,
     Segment,
     Trained,
+    Up,
     Updating,
 )
 from rlsched.history import Event, Reader, Writer, schema, whole
@@ -60,7 +61,7 @@ HEAD = manifest("sim", areal_async(), Shape(), 3, version_bytes=10, workload={"m
 BARE: list[Any] = [
     *(Begin(0), Segment(1, 1, 0, 0, 0, 4, "stop", 0), Scored(2, 0), Phase(3, 2, "update", 5), Trained(4, 2, 1, 4)),
     *(Updating(5, 3, 0, 1), Bucket(6, 3, 0, 0, 10), Installed(7, 3, 0, 1, 10), Resident(8, 0, 0, "engine", "kv", 9)),
-    *(Done(9, 3), Observed(10, 3, "rss", 0.5), Down(11)),
+    *(Done(9, 3), Observed(10, 3, "rss", 0.5), Down(11), Up(12, 2)),
     *(Generate(1, 0, [Work(0, 0)]), Abort(2, 0, [0], "resume"), Pause(3, 0), Resume(4, 0), Flush(5, 0), Sleep(6, 0, 2)),
     *(Wake(7, 0, ["kv"]), Load(8, ["optimizer"]), Offload(9, ["parameters"]), Train(10, 1, 0, True, [0], [0])),
     *(Transfer(11, 1, [0], "ipc", 4), Timer(12, 99), Stop(13)),

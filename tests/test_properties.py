@@ -249,7 +249,7 @@ def test_without_look_ahead_every_token_is_on_policy() -> None:
         )
 
     holds()
-    seen.demand(out_of_order=0.15, several_batches=0.3, rejected=0.25, called_back=0.04)
+    seen.demand(out_of_order=0.15, several_batches=0.3, rejected=0.1, called_back=0.02)
 
 
 def test_verl_hybrid_is_on_policy_and_quiet() -> None:
@@ -284,7 +284,7 @@ def test_verl_hybrid_is_on_policy_and_quiet() -> None:
         )
 
     holds()
-    seen.demand(several_batches=0.3, rejected=0.2)
+    seen.demand(several_batches=0.15, rejected=0.1)
 
 
 # ---- P4: which versions a rollout is made of
