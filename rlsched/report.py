@@ -25,6 +25,7 @@ from .states import Cycle
 from .verdict import Verdict
 
 if TYPE_CHECKING:
+    from .real.installs import Installed
     from .real.canary_matrix import Cell
     from .real.canary_run import Audit
     from .real.learning import Curve
@@ -136,6 +137,14 @@ def comparison(console: Console, found: dict[str, list[Row]]) -> None:
                 mark,
             )
         table.add_section()
+    console.print(table)
+
+
+def engines(console: Console, found: "list[Installed]") -> None:
+    """The engines, one row each."""
+    table = Table("engine", "version", "usable", "interpreter, or what is missing")
+    for e in found:
+        table.add_row(e.name, e.version or "-", "yes" if e.ok else "no", e.interpreter if e.ok else e.why)
     console.print(table)
 
 

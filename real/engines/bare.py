@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from .. import answers
 from .residence import Residence
-from .transformers import TransformersEngine, main, run
+from .server import run
+from .transformers import TransformersEngine, main
 
 
 class BareResidence(Residence):

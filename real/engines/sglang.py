@@ -211,10 +211,11 @@ class SglangEngine:
         return answers.Moved(copied, time.monotonic_ns() - began)
 
     async def _end_update(self, version: int) -> answers.Updated:
-        self._pacer.rest()
         size = self._landing.end_update(version)
         self._landing.usable = False
-        await self._driver.install(version)
+        # The way from here into the server is one bucket more, of all bytes.
+        async with self._held(self._pace.bucket.of(size)):
+            await self._driver.install(version)
         self._landing.usable = True
         return answers.Updated(version, size, self._landing.checksum(), self._progress().live)
 

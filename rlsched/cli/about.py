@@ -1,4 +1,4 @@
-"""``policies`` and ``schema``: what there is."""
+"""``policies``, ``engines`` and ``schema``: what there is."""
 
 from .. import report
 from ..history import schema as history_schema
@@ -15,6 +15,19 @@ def policies(*, json: Json = False) -> int:
         print_json(specs)
     else:
         report.policies(out, specs)
+    return 0
+
+
+@app.command
+def engines(*, json: Json = False) -> int:
+    """Show which engines are installed, with their versions and interpreters."""
+    from ..real.installs import engines as look
+
+    found = look()
+    if json:
+        print_json(found)
+    else:
+        report.engines(out, found)
     return 0
 
 

@@ -34,7 +34,8 @@ def run(
     policy
         ``name[,slot.field=value…]``, ``path.py:attribute`` or ``module:attribute``.
     engine
-        ``transformers``: continuous batching in a process of its own.
+        ``transformers`` is the embedded one; ``vllm`` and ``sglang`` run in environments of their own (see
+        ``rlsched engines``).
     config
         TOML file with the job; what it leaves out keeps its default.
     steps
@@ -56,7 +57,7 @@ def run(
     from ..real.rig import Rig
     from ..real.setup import load
 
-    setup = load(config, steps)
+    setup = load(config, steps, engine)
     setup = setup.paced() if paced else setup
     chosen = parse(policy, settings)
 
@@ -109,7 +110,8 @@ def validate(
     policies
         The first one is the base of the ratios.
     engine
-        ``transformers``: continuous batching in a process of its own.
+        ``transformers`` is the embedded one; ``vllm`` and ``sglang`` run in environments of their own (see
+        ``rlsched engines``).
     config
         TOML file with the job; what it leaves out keeps its default.
     steps
@@ -134,7 +136,7 @@ def validate(
 
     if repeats < 3:
         raise InputError(f"--repeats {repeats}: a spread needs at least three")
-    setup = load(config, steps)
+    setup = load(config, steps, engine)
     setup = setup.paced() if paced else setup
     chosen = [parse(p, settings) for p in policies]
     if len({p.name for p in chosen}) < len(chosen):
