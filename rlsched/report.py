@@ -25,9 +25,9 @@ from .states import Cycle
 from .verdict import Verdict
 
 if TYPE_CHECKING:
-    from .real.installs import Installed
     from .real.canary_matrix import Cell
     from .real.canary_run import Audit
+    from .real.installs import Installed
     from .real.learning import Curve
 
 _COLORS = ("#1f77b4", "#2ca02c", "#d62728", "#9467bd", "#7f7f7f")
