@@ -352,8 +352,8 @@ def _down(ledger: Ledger, fact: Down, out: Out) -> None:
     if ledger.update is not None:
         ledger.update = replace(ledger.update, engines=[e for e in ledger.update.engines if e != engine.id])
     engine.installed = -1
-    track = ledger.tracks.get("trainer")
-    if engine.live and track is not None and isinstance(stage := track.stages[0], Drain):
+    training = ledger.tracks.get("trainer")
+    if engine.live and training is not None and isinstance(stage := training.stages[0], Drain):
         ledger.tracks["trainer"] = Track([Reopen(stage.engines)])  # the others have to make what is lost
     for r in sorted(engine.live):
         ledger.recalled.pop(r, None)
