@@ -10,8 +10,8 @@ Run as `python -m rlsched.real.engines.bare --fd N --parent PID`.
 from __future__ import annotations
 
 from .. import answers
+from .entry import run
 from .residence import Residence
-from .server import run
 from .transformers import TransformersEngine, main
 
 

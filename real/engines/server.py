@@ -8,9 +8,7 @@ step and `_begin_step` when it knows what the step computes.
 
 from __future__ import annotations
 
-import os
 import queue
-import sys
 import threading
 import time
 import traceback
@@ -23,7 +21,6 @@ import msgspec
 import torch
 
 from .. import answers, commands, wire
-from ..child import adopt
 from ..config import EngineConfig
 from ..memory import resident
 from ..model import fill
@@ -31,9 +28,6 @@ from ..pacing import EnginePace, Pacer
 from ..weights import Group, Staging, WeightSet
 from . import Capabilities
 from .residence import Residence
-
-#: Exit code of a child whose stepping died.
-LOOP_DIED = 3
 
 
 class Output(NamedTuple):
@@ -382,35 +376,3 @@ class EngineServer:
         """The answer to `Load`."""
         able = msgspec.to_builtins(self.capabilities())
         return answers.Loaded(able, self._weights.nbytes, self._weights.checksum())
-
-
-def main(kind: Callable[[EngineConfig, wire.Port], EngineServer]) -> int:
-    """Serve one parent until it closes the socket; the exit code."""
-    port = wire.Port(adopt())
-    first = port.receive()
-    if first is None or not isinstance(first.command, commands.Load):
-        print("the first command must be Load", file=sys.stderr)
-        return 2
-    engine = kind(msgspec.convert(first.command.config, EngineConfig), port)
-    port.send(wire.Answer(first.id, engine.loaded()))
-
-    def read() -> None:
-        while (call := port.receive()) is not None:
-            engine.post(call)
-        engine.close()
-
-    threading.Thread(target=read, daemon=True).start()
-    error = engine.serve()
-    if error is None:
-        return 0
-    traceback.print_exception(error)
-    port.notify(answers.Fatal(f"{type(error).__name__}: {error}"))
-    return LOOP_DIED
-
-
-def run(entry: Callable[[], int]) -> None:
-    """Leave without the interpreter's teardown, which may wait for threads of a library."""
-    code = entry()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)

@@ -59,8 +59,8 @@ class Driver:
             arguments = arguments_of(self._config, folder, sharing)
             self.server = await Server.start(arguments, {LINK: terms}, self._config.threads)
         try:
-            # Each flush collects garbage, for 0.4 s unless what is there from the start is left out. The server asks this
-            # of itself, now and then before it listens.
+            # Each flush collects garbage, for 0.4 s unless what is there from the start is left out. The server asks
+            # that of itself, but at times before it listens, and then not again.
             await self.server.post("/freeze_gc", {})
             self.info = await self.server.get("/server_info")
             await self._compare()

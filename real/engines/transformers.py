@@ -14,11 +14,11 @@ import torch
 import transformers
 
 from ..model import build
-from . import Capabilities
-from . import server as serving
+from . import Capabilities, entry
 from .batching import Batcher
+from .entry import run
 from .residence import OwnMemory, Residence
-from .server import EngineServer, run
+from .server import EngineServer
 
 
 class TransformersEngine(EngineServer):
@@ -73,7 +73,7 @@ class TransformersEngine(EngineServer):
 
 def main(kind: type[TransformersEngine] = TransformersEngine) -> int:
     """Serve one parent until it closes the socket; the exit code."""
-    return serving.main(kind)
+    return entry.main(kind)
 
 
 if __name__ == "__main__":

@@ -24,8 +24,9 @@ from vllm.platforms import current_platform
 from ..memory import trim
 from ..model import build
 from . import Capabilities
+from .entry import main, run
 from .residence import PARTS, Residence
-from .server import EngineServer, main, run
+from .server import EngineServer
 from .vllm_batching import VllmBatcher
 
 

@@ -5,7 +5,7 @@ For canary tests only. Run as `PYTHON -m rlsched.real.engines.vllm_bare --fd N -
 
 from __future__ import annotations
 
-from .server import main, run
+from .entry import main, run
 from .vllm import VllmEngine
 
 

@@ -22,6 +22,7 @@ from rlsched.commands import Abort, Generate
 from rlsched.facts import End, Segment
 from rlsched.history import Reader
 from rlsched.naming import parse
+from rlsched.real import installs
 from rlsched.real.canary import BOS, Claim, Reading, mismatches, runs
 from rlsched.real.canary_forger import Forger
 from rlsched.real.canary_run import audit, canary, logged
@@ -30,7 +31,7 @@ from rlsched.real.commands import Sample
 from rlsched.real.config import EngineConfig, TrainerConfig
 from rlsched.real.job import perform
 from rlsched.real.model import CANARY, ModelSpec, build
-from rlsched.real.rig import Rig as RealRig
+from rlsched.real.rig import Rig
 from rlsched.real.setup import Setup
 from rlsched.real.transport import BroadcastBuckets, Checkpoints, SharedBuckets
 from rlsched.real.wire import Refused
@@ -44,22 +45,15 @@ START_S = 400.0
 """Longest start of an engine on a machine that others use, too."""
 
 
-def interpreter() -> str | None:
-    """That of SGLang's environment, if there is one."""
-    found = os.environ.get("RLSCHED_SGLANG_PYTHON")
-    path = Path(found) if found else Path(sys.prefix).parent / ".engines" / "sglang" / "bin" / "python"
-    return str(path) if path.exists() else None
-
-
-PYTHON = interpreter()
-pytestmark = [pytest.mark.real, pytest.mark.timeout(1800)]
-if PYTHON is None and not os.environ.get("RLSCHED_REQUIRE_ENGINES"):
-    pytest.skip("SGLang is not installed: make engines, or set RLSCHED_SGLANG_PYTHON", allow_module_level=True)
+INSTALLED = installs.engine("sglang")
+pytestmark = [pytest.mark.real, pytest.mark.nightly, pytest.mark.timeout(1800)]  # needs `make engines`
+if not INSTALLED.ok and not os.environ.get("RLSCHED_REQUIRE_ENGINES"):
+    pytest.skip(f"engine sglang: {INSTALLED.why}", allow_module_level=True)
 
 
 def start(rig: Any, name: str, config: EngineConfig, module: str = MODULE) -> EngineClient:
     """An engine of the tests' rig."""
-    assert PYTHON is not None, "RLSCHED_REQUIRE_ENGINES is set, and SGLang is not installed"
+    assert INSTALLED.ok, INSTALLED.why
 
     async def made() -> EngineClient:
         return await EngineClient.start(
@@ -67,7 +61,7 @@ def start(rig: Any, name: str, config: EngineConfig, module: str = MODULE) -> En
             config,
             rig.folder,
             module=module,
-            interpreter=PYTHON,
+            interpreter=INSTALLED.interpreter,
             on_ended=lambda e: rig.ended.__setitem__(e.rollout, e),
             on_down=rig.deaths.append,
         )
@@ -562,24 +556,10 @@ def test_a_killed_child_takes_the_server_along(apart, sharing):
 # ---------------------------------------------------------------- whole runs
 
 SETUP = Setup(
+    engine_kind="sglang",
     shape=Shape(b=2, samples=2, steps=4, budget=120),
     workload=Workload(prompt=Length(mean=4.0), output=Length(kind="lognormal", mean=60.0, sigma=0.8)),
 )
-
-
-class Rig(RealRig):
-    """A rig whose engine is SGLang."""
-
-    async def _engine(self, id: int) -> None:
-        self.engines[id] = await EngineClient.start(
-            f"engine-{id}",
-            self.setup.engine,
-            Path(self._folder.name),
-            module=MODULE,
-            interpreter=str(PYTHON),
-            on_ended=lambda told: self._ended(id, told),
-            on_down=lambda error: self._fell(id, error),
-        )
 
 
 class Bench:
@@ -587,7 +567,7 @@ class Bench:
 
     def __init__(self, setup: Setup) -> None:
         self.runner = asyncio.Runner()
-        self.rig: RealRig = self.runner.run(Rig.start(setup, 1))
+        self.rig = self.runner.run(Rig.start(setup, 1))
 
     def run(self, policy: str, path: Path, seed: int = 3) -> End:
         return self.runner.run(perform(self.rig, parse(policy), seed, path))[1]
