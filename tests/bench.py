@@ -99,7 +99,7 @@ def main() -> None:
             "η=4, C=2560": ("areal-async,admit.eta=4,admit.C=2560", scenario(8)),
             "n=1": (main_policy, scenario(60, samples=1)),
             "16 engines": (main_policy, scenario(8, engines=16)),
-            "about 1 % preempted": (main_policy, scenario(8, blocks=17_000)),
+            "about 1 % preempted": (main_policy, scenario(8, blocks=16_800)),
         }
         for label, (policy, world) in others.items():
             rate, preempted = rollouts_per_s(policy, world, folder)
