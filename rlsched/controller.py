@@ -96,7 +96,13 @@ class Controller:
         return moved
 
     def _tracks(self) -> bool:
-        return sum(advance(self.ledger, name, self._out) for name in list(self.ledger.tracks)) > 0
+        ledger = self.ledger
+        moved = sum(advance(ledger, name, self._out) for name in list(ledger.tracks)) > 0
+        if ledger.v < ledger.x and ledger.update is None and not ledger.tracks and not ledger.behind():
+            # The last engine that was behind went down between two installs.
+            announce(ledger, None, self._out)
+            moved |= ledger.v == ledger.x
+        return moved
 
     def _expire(self) -> bool:
         """Ask once for each change of the version being consumed or published, and of the buffer."""
@@ -138,10 +144,6 @@ class Controller:
         ledger = self.ledger
         if ledger.update is not None or ledger.tracks or ledger.closing:
             return False  # a batch that waits for its devices is no hindrance: engines may have to finish its version
-        if ledger.v < ledger.x and not ledger.behind():
-            # The last engine that was behind went down between two installs.
-            announce(ledger, None, self._out)
-            return ledger.v == ledger.x
         update = self._call("publish", (Install, type(None)))
         if update is None:
             return False
