@@ -271,14 +271,14 @@ def test_a_pause_stands_still_and_an_abort_inside_gives_back_all(rig, engine, af
 
 def test_a_name_that_begins_with_another_is_not_aborted_with_it(rig, engine, afresh, prompt):
     async def prefixes():
-        await asyncio.gather(*(engine.submit(name, prompt(0), 100) for name in ("x-1", "x-10", "x-100")))
+        await asyncio.gather(*(engine.submit(name, prompt(0), 400) for name in ("x-1", "x-10", "x-100")))
         await asyncio.sleep(0.05)
         aborted = await engine.abort(["x-1"])
         return aborted.rollouts, await rig.end_of("x-10", "x-100")
 
     aborted, others = rig.run(prefixes())
     assert aborted == ["x-1"]
-    assert all(len(end.tokens) == 100 and end.reason == "length" for end in others)
+    assert all(len(end.tokens) == 400 and end.reason == "length" for end in others)
 
 
 def test_flush_is_refused_while_requests_hold_kv_and_recomputes_when_told(rig, engine, afresh, model, greedy, prompt):
