@@ -1,13 +1,11 @@
 """The job of a real run: what is generated and trained, on which model, held to which minima."""
 
-import tomllib
 from pathlib import Path
-from typing import Any
 
-import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
+from rlsched import settings
 from rlsched.errors import InputError
 from rlsched.shape import Shape
 from rlsched.workload import Length, Workload
@@ -72,24 +70,5 @@ def load(path: Path | str | None, steps: int | None = None, engine: EngineKind |
 
     Raises InputError that names the file and the field.
     """
-    raw: dict[str, Any] = {}
-    if path is not None:
-        try:
-            raw = tomllib.loads(Path(path).read_text())
-        except OSError as error:
-            raise InputError(f"{path}: {error.strerror}") from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise InputError(f"{path}: {error}") from None
-    if steps is not None:
-        raw.setdefault("shape", {})["steps"] = steps
-    if engine is not None:
-        raw["engine_kind"] = engine
-    base = msgspec.to_builtins(Setup())
-    for table, values in raw.items():
-        base[table] = (
-            {**base[table], **values} if isinstance(base.get(table), dict) and isinstance(values, dict) else values
-        )
-    try:
-        return msgspec.convert(base, Setup)
-    except (msgspec.ValidationError, InputError) as error:
-        raise InputError(f"{path or 'setup'}: {error}") from None
+    setup = settings.load(Setup(), path, () if steps is None else (f"shape.steps={steps}",))
+    return setup if engine is None else replace(setup, engine_kind=engine)
