@@ -166,6 +166,7 @@ class Ended(Message, frozen=True):
     reason: str  # "stop" | "length" | "abort"
     version: int  # installed when its first token was computed; when none was: at its end
     at_ns: int  # CLOCK_MONOTONIC, one clock for all processes of this machine
+    labels: list[tuple[int, int]] | None = None  # the library's own word: (version, tokens) in turn; None: it says none
 
 
 class Phase(Message, frozen=True):

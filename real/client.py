@@ -240,9 +240,9 @@ class EngineClient(Client):
         chosen = None if rollouts is None else list(rollouts)
         return await self._channel.call(commands.Abort(chosen), answers.Aborted)
 
-    async def pause(self) -> answers.Progress:
-        """Stand still at the next step boundary, keeping requests and KV."""
-        return await self._channel.call(commands.Pause(), answers.Progress)
+    async def pause(self, mode: commands.PauseMode = "keep") -> answers.Progress:
+        """Stand still at the next step boundary; `mode` says what becomes of live requests."""
+        return await self._channel.call(commands.Pause(mode), answers.Progress)
 
     async def resume(self) -> answers.Progress:
         """Go on."""

@@ -6,7 +6,7 @@ Each names its answer (see `answers`). Every command may be refused, which chang
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -44,8 +44,16 @@ class Abort(Message, frozen=True):
     rollouts: list[str] | None = None
 
 
+PauseMode = Literal["keep", "retract", "abort", "wait"]
+"""What a pause does to live requests: they freeze with their KV; go back to the queue and compute theirs anew; end
+with what they have, queued ones included; or end by themselves before the pause takes effect. (SGLang calls the first
+`in_place`.)"""
+
+
 class Pause(Message, frozen=True):
-    """Stand still at the next step boundary; requests and KV are kept. Answer: `Progress`."""
+    """Stand still at the next step boundary. Refused in a mode that the engine hasn't. Answer: `Progress`."""
+
+    mode: PauseMode = "keep"
 
 
 class Resume(Message, frozen=True):

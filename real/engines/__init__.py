@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from ..answers import Aborted, Counted, Digest, Flushed, Moved, Progress, Slept, Step, Updated, Woken
-from ..commands import Piece
+from ..commands import PauseMode, Piece
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,7 +22,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     page_size: int = 1  # tokens of a KV page
     max_requests: int  # in one step
     max_batch_tokens: int  # in one step
-    pause_modes: tuple[str, ...]  # "keep": requests freeze with their KV
+    pause_modes: tuple[PauseMode, ...]
     flush_live: bool  # live requests can be made to recompute their KV (retract)
     sleep_levels: tuple[int, ...]
     sleep_frees: tuple[str, ...]  # of "weights", "kv": what a level 2 sleep really gives back here
@@ -46,7 +46,7 @@ class Engine(Protocol):
 
     async def submit(self, rollout: str, tokens: list[int], max_new_tokens: int, *, forced: bool = True) -> None: ...
     async def abort(self, rollouts: Iterable[str] | None = None) -> Aborted: ...
-    async def pause(self) -> Progress: ...
+    async def pause(self, mode: PauseMode = "keep") -> Progress: ...
     async def resume(self) -> Progress: ...
     async def flush(self, *, recompute: bool = False) -> Flushed: ...
     async def sleep(self, level: Literal[1, 2]) -> Slept: ...

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import msgspec
 import torch
@@ -82,6 +82,9 @@ class Request(msgspec.Struct):
 
 class EngineServer:
     """State and commands of an engine. Everything but `post`, `close` and `serve` belongs to the thread that steps."""
+
+    #: Commands act between two steps: here every mode is exact but `wait`, which would need steps inside a command.
+    pause_modes: ClassVar[tuple[commands.PauseMode, ...]] = ("keep", "retract", "abort")
 
     def __init__(self, config: EngineConfig, port: wire.Port) -> None:
         self._config = config
@@ -207,9 +210,8 @@ class EngineServer:
                 return self._submit(command)
             case commands.Abort(rollouts):
                 return self._abort(rollouts)
-            case commands.Pause():
-                self._paused = True
-                return self._progress()
+            case commands.Pause(mode):
+                return self._pause(mode)
             case commands.Resume():
                 return self._resume()
             case commands.Flush(recompute):
@@ -267,6 +269,16 @@ class EngineServer:
         for rollout in chosen:
             self._tell(self._batcher.cancel(rollout), "abort")
         return answers.Aborted(chosen)
+
+    def _pause(self, mode: commands.PauseMode) -> answers.Progress:
+        if mode not in self.pause_modes:
+            raise wire.Refused(f"no pause mode {mode} here, but {', '.join(self.pause_modes)}")
+        self._paused = True
+        if mode == "abort":
+            self._abort(None)
+        elif mode == "retract" and self._batcher.standing():
+            self._batcher.retract()
+        return self._progress()
 
     def _resume(self) -> answers.Progress:
         self._residence.require_usable()

@@ -98,7 +98,7 @@ class VllmEngine(EngineServer):
             page_size=self._batcher.page_size,
             max_requests=self._config.max_requests,
             max_batch_tokens=self._config.max_batch_tokens,
-            pause_modes=("keep",),
+            pause_modes=self.pause_modes,
             flush_live=True,
             sleep_levels=self._residence.levels,
             sleep_frees=() if cpu else ("weights", "kv"),

@@ -174,6 +174,32 @@ def test_retract_recomputes_and_continues(rig, engine, model, greedy, prompt):
         assert end.tokens == greedy(model, prompt(i), 60)
 
 
+def test_each_pause_mode_does_to_live_requests_what_it_says(rig, engine, model, greedy, prompt):
+    async def paused(mode):
+        await asyncio.gather(*(engine.submit(f"{mode}{i}", prompt(i), 40) for i in range(3)))
+        await rig.until_generated(engine, 5)
+        await engine.resume()
+        live = (await engine.pause(mode)).live
+        flushed = (await engine.flush()).ok
+        ended = {name for name in rig.ended if name.startswith(mode)}
+        await engine.resume()
+        return live, flushed, ended, await rig.end_of(*(f"{mode}{i}" for i in range(3)))
+
+    for mode in engine.capabilities.pause_modes:
+        live, flushed, ended, ends = rig.run(paused(mode))
+        assert (len(live), len(ended)) == ((0, 3) if mode == "abort" else (3, 0))
+        assert flushed == (mode != "keep")
+        for i, end in enumerate(ends):
+            assert end.reason == ("abort" if mode == "abort" else "length")
+            assert len(end.tokens) >= 5 and end.tokens == greedy(model, prompt(i), 40)[: len(end.tokens)]
+
+
+def test_a_pause_mode_that_the_engine_has_not_is_refused(rig, engine):
+    with pytest.raises(Refused, match="no pause mode wait here, but keep, retract, abort"):
+        rig.run(engine.pause("wait"))
+    assert rig.run(engine.resume()).live == {}
+
+
 @pytest.mark.parametrize(
     ("tokens", "length"),
     [([1] * 1000, 100), ([], 5), ([1], 0), ([1, 32], 5), ([1, -1], 5)],
