@@ -1,7 +1,7 @@
 """SGLang's controls over HTTP, made exact: when one of these returns, it has taken effect.
 
 Requests run beside the controls, each a `/generate` that is answered when the request ends. What SGLang does not say in
-time, or says too early, comes past HTTP from a hook in its scheduler (see `sglang_link`): steps, pauses that have taken
+time, or says too early, comes past HTTP from a hook in its scheduler (see `link`): steps, pauses that have taken
 effect, requests taken in. So no abort misses a request on its way in, and no answer outruns the step it stands for.
 """
 
@@ -11,17 +11,17 @@ import asyncio
 import sys
 from collections.abc import Callable
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from ..answers import Step
-from ..commands import Submit
+from ..commands import Json, PauseMode, Submit
 from ..config import EngineConfig
-from .sglang_landing import Landing
-from .sglang_link import LINK, Link, Record, Stepped, Stood, Taken, Terms, Totals
+from .hosted_requests import Request, Requests
+from .link import LINK, Link, Record, Stepped, Stood, Taken, Terms, Totals
+from .sglang_landing import SglangLanding
 from .sglang_process import Server
-from .sglang_requests import Request, Requests
 
 TAGS = {"weights": "weights", "kv": "kv_cache"}
 """Parts of the memory, as SGLang calls them."""
@@ -29,13 +29,15 @@ Told = Callable[[Request, list[int], list[float]], None]
 """Takes an ended request, its tokens, and their log-probabilities."""
 
 
-class Driver:
-    """One SGLang server. `on_end` is told of every request's end, before whatever ended it returns."""
+class SglangDriver:
+    """One SGLang server. `on_end` is told of every request's end, before whatever ended it returns. `sharing`: whether
+    requests share the KV of equal prefixes."""
 
-    def __init__(self, config: EngineConfig, landing: Landing, on_end: Told) -> None:
+    def __init__(self, config: EngineConfig, landing: SglangLanding, on_end: Told, sharing: bool) -> None:
         self._config = config
         self._landing = landing
         self._on_end = on_end
+        self._sharing = sharing
         self._link = Link(self._on_record)
         self._requests = Requests()
         self._stood = 0  # pauses that have taken effect
@@ -50,13 +52,18 @@ class Driver:
         """Steps are added while it is a list."""
         self._fault: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # only ever fails
 
-    async def start(self, sharing: bool) -> None:
-        """Start the server on the landing's weights. `sharing`: whether requests share the KV of equal prefixes."""
+    @property
+    def family(self) -> Server:
+        """The server's processes."""
+        return self.server
+
+    async def start(self) -> None:
+        """Start the server on the landing's weights."""
         step = None if self._config.pace is None else self._config.pace.step
         terms = msgspec.json.encode(Terms(self._link.address, step)).decode()
         with TemporaryDirectory(prefix="rlsched-sglang-") as folder:
             self._landing.model.save_pretrained(folder)
-            arguments = arguments_of(self._config, folder, sharing)
+            arguments = arguments_of(self._config, folder, self._sharing)
             self.server = await Server.start(arguments, {LINK: terms}, self._config.threads)
         try:
             # Each flush collects garbage, for 0.4 s unless what is there from the start is left out. The server asks
@@ -110,7 +117,7 @@ class Driver:
     async def _generate(self, request: Request) -> None:
         """One request, from here into the server and back."""
         try:
-            answer = await self.server.post("/generate", request.body(self._config.temperature, self._config.eos))
+            answer = await self.server.post("/generate", body_of(request, self._config.temperature, self._config.eos))
             tokens: list[int] = answer["output_ids"]
             # The record of its last step may still be on the way.
             async with asyncio.timeout(10):
@@ -164,12 +171,12 @@ class Driver:
 
     # ------------------------------------------------------------ pauses
 
-    async def pause(self, mode: Literal["in_place", "retract"] = "in_place") -> None:
+    async def pause(self, mode: PauseMode = "keep") -> None:
         """Stand still at a step's end; `retract` puts what runs back into the queue, also inside a pause."""
         if not self.paused:
             await self._settle(self._requests.sent())
         before = self._stood
-        await self.server.post("/pause_generation", {"mode": mode})
+        await self.server.post("/pause_generation", {"mode": "in_place" if mode == "keep" else mode})
         await self._link.until(lambda: self._stood > before)
         self.paused = True
 
@@ -232,6 +239,25 @@ class Driver:
         if found != expected:
             names = sorted(n for n in {*found, *expected} if found.get(n) != expected.get(n))
             raise RuntimeError(f"the server's weights are not what it was given: {', '.join(names)}")
+
+
+def body_of(request: Request, temperature: float, eos: int | None) -> Json:
+    """What `/generate` is asked."""
+    forced = request.command.forced
+    sampling: Json = {
+        "temperature": temperature,
+        "max_new_tokens": request.command.max_new_tokens,
+        "ignore_eos": forced,
+    }
+    if not forced and eos is not None:
+        sampling["stop_token_ids"] = [eos]
+    return {
+        "rid": request.rid,
+        "input_ids": request.command.tokens,
+        "sampling_params": sampling,
+        "return_logprob": True,
+        "logprob_start_len": -1,  # of the output alone
+    }
 
 
 def arguments_of(config: EngineConfig, folder: str, sharing: bool) -> list[str]:

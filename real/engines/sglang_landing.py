@@ -1,8 +1,6 @@
-"""The engine child's own copy of the weights: where transfers land, and what the server is compared with.
+"""A landing as SGLang takes it, and what its server is compared with, tensor by tensor, by SGLang's own checksum.
 
-A transfer comes bucket by bucket, bit for bit, as it does to the embedded engine. Only a complete one goes on into the
-server, whose parameters are then compared with this copy, tensor by tensor, by SGLang's own checksum. SGLang fuses some
-parameters: query, key and value, and the MLP's gate and up projections.
+SGLang fuses some parameters: query, key and value, and the MLP's gate and up projections.
 """
 
 from __future__ import annotations
@@ -10,14 +8,10 @@ from __future__ import annotations
 import base64
 import hashlib
 import pickle
-from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from ..model import ModelSpec, build, fill
-from ..weights import WeightSet
-from .residence import Residence
+from .landing import Landing
 
 FUSED = {
     "self_attn.q_proj.": ("self_attn.qkv_proj.", 0),
@@ -32,32 +26,8 @@ PADDED = ("model.embed_tokens.weight", "lm_head.weight")
 ROWS = 64
 
 
-class Elsewhere:
-    """The memory of the server, which is asked over HTTP to drop and take it."""
-
-    def drop(self, parts: Sequence[str]) -> None:
-        """Nothing of it is in this process."""
-
-    def take(self, parts: Sequence[str]) -> None:
-        """Nothing of it is in this process."""
-
-    def forget_kv(self) -> None:
-        """Nothing of it is in this process."""
-
-
-class Landing(Residence):
-    """Weights of one engine, with the rules that every engine's have."""
-
-    def __init__(self, spec: ModelSpec) -> None:
-        self._spec = spec
-        self.model: Any = build(spec)
-        self.weights = WeightSet(self.model)
-        super().__init__(self.weights, Elsewhere(), (1, 2))
-
-    def forget(self) -> None:
-        """Whole weights of version 0 are in place."""
-        fill(self.model, self._spec)
-        super().forget()
+class SglangLanding(Landing):
+    """Weights of one engine, in SGLang's terms."""
 
     def payload(self) -> str:
         """All parameters as `/update_weights_from_tensor` takes them."""

@@ -1,28 +1,21 @@
-"""The processes of one SGLang server: started, bound to the engine child's cores, counted, and ended to the last.
+"""One SGLang server: started, asked, and waited for.
 
-SGLang makes several processes: HTTP and requests, scheduler and model, detokenizer, and Python's resource tracker. All
-are descendants of the first, which is a child of this process; each is killed by the kernel when its parent dies, so
-that a killed engine child takes the whole server along.
+SGLang makes several processes: HTTP and requests, scheduler and model, detokenizer, and Python's resource tracker.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import ctypes
 import os
-import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from .sglang_http import HttpError, ask
+from .family import Family, adopt_orphans
+from .http import HttpError, ask
 
-PR_SET_CHILD_SUBREAPER = 36
 SERVER = "rlsched.real.engines.sglang_server"
 START_S = 300.0
 """Longest start. It takes a third of a minute on idle cores, and minutes on busy ones."""
@@ -36,19 +29,17 @@ SETTINGS = {
 }
 
 
-class Server:
+class Server(Family):
     """A running server; all of it."""
 
     def __init__(self, process: subprocess.Popen[bytes], port: int) -> None:
+        super().__init__(process)
         self.port = port
-        self._process = process
-        self._cores: set[int] = set()
 
     @classmethod
     async def start(cls, arguments: Sequence[str], environment: Mapping[str, str], threads: int) -> Server:
         """Start it with these arguments, and wait until it serves. It writes to this process's stderr."""
-        # Orphans of the server come to this process, to be reaped.
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)
+        adopt_orphans()
         port = free_port()
         command = [sys.executable, "-m", SERVER, *arguments, "--host", "127.0.0.1", "--port", str(port)]
         settings = {**os.environ, **SETTINGS, "OMP_NUM_THREADS": str(threads), **environment}
@@ -91,60 +82,6 @@ class Server:
             loop.remove_reader(watch)
             os.close(watch)
         return self._process.wait()
-
-    # ------------------------------------------------------------ its processes
-
-    def pids(self) -> list[int]:
-        """All its processes, parents first."""
-        found = [self._process.pid]
-        for pid in found:
-            with contextlib.suppress(OSError):
-                for task in Path(f"/proc/{pid}/task").iterdir():
-                    found += [int(child) for child in (task / "children").read_text().split()]
-        return found
-
-    def follow(self) -> None:
-        """Bind all its threads to this process's cores, if those have changed."""
-        cores = os.sched_getaffinity(0)
-        if cores == self._cores:
-            return
-        for pid in self.pids():
-            with contextlib.suppress(OSError):
-                for task in Path(f"/proc/{pid}/task").iterdir():
-                    with contextlib.suppress(OSError):
-                        os.sched_setaffinity(int(task.name), cores)
-        self._cores = cores
-
-    def cpu_ns(self) -> int:
-        """CPU time of all its processes."""
-        tick = 10**9 // os.sysconf("SC_CLK_TCK")
-        total = 0
-        for pid in self.pids():
-            with contextlib.suppress(OSError):
-                # The name, in parentheses, may hold anything; user and system time are fields 14 and 15.
-                fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-                total += (int(fields[11]) + int(fields[12])) * tick
-        return total
-
-    def rss(self) -> int:
-        """Physical memory of all its processes; pages that they share count in each."""
-        total = 0
-        for pid in self.pids():
-            with contextlib.suppress(OSError):
-                total += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        return total
-
-    def kill(self, patience_s: float = 5.0) -> None:
-        """End every process by its id, and reap."""
-        for pid in self.pids():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self._process.wait()
-        deadline = time.monotonic() + patience_s
-        with contextlib.suppress(ChildProcessError):
-            while time.monotonic() < deadline:
-                if os.waitpid(-1, os.WNOHANG) == (0, 0):
-                    time.sleep(0.01)
 
 
 def free_port() -> int:

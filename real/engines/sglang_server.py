@@ -3,7 +3,7 @@
 The hook goes in by SGLang's plugin interface (`sglang.srt.plugins`). It changes nothing that the scheduler decides:
 
 * `Scheduler.run_batch` is held to the declared minimum of the step, before its tokens go out;
-* after each step, each pause and each request taken in, a record goes to the engine child (see `sglang_link`);
+* after each step, each pause and each request taken in, a record goes to the engine child (see `link`);
 * while it is paused the scheduler waits for messages instead of polling, as it does when it is idle.
 
 Run as `python -m rlsched.real.engines.sglang_server ARGUMENTS`, with the arguments of `sglang.launch_server`. SGLang
@@ -28,7 +28,7 @@ from ..answers import Step
 from ..child import PR_SET_PDEATHSIG
 from ..pacing import Pacer
 from . import sglang_shim
-from .sglang_link import LINK, Record, Stepped, Stood, Taken, Terms, Totals, frame
+from .link import LINK, Record, Stepped, Stood, Taken, Terms, Totals, frame
 
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 

@@ -6,7 +6,8 @@ same prompt meets it again. Run as `python -m rlsched.real.engines.sglang_sharin
 
 from __future__ import annotations
 
-from .sglang import SglangEngine, main
+from .hosted import main
+from .sglang import SglangEngine
 
 
 class SharingEngine(SglangEngine):

@@ -1,8 +1,8 @@
-"""What SGLang's scheduler tells the engine child, past HTTP: every step, every pause, every request that it took.
+"""What a scheduler in a process of its own tells the engine child: every step, every pause, every request that it took.
 
-SGLang's HTTP answers say neither what a step computed nor when a pause has taken effect: `/pause_generation` and
-`/generate` are answered, or silent, before the scheduler has seen them. A hook in the scheduler's process (see
-`sglang_server`) sends these records over a Unix socket. It is in the abstract namespace: no file, nothing to clean up.
+A library's own answers say neither what a step computed nor when a pause has taken effect. (SGLang answers
+`/pause_generation`, or is silent to `/generate`, before its scheduler has seen them.) A hook in the scheduler's process
+sends these records over a Unix socket. It is in the abstract namespace: no file, nothing to clean up.
 
 Here are the records and the child's end. Nothing but msgspec is imported.
 """
@@ -20,7 +20,7 @@ import msgspec
 from ..answers import Step
 from ..pacing import StepCost
 
-LINK = "RLSCHED_SGLANG_LINK"
+LINK = "RLSCHED_LINK"
 """Environment variable that holds a `Terms` as JSON."""
 HEADER = struct.Struct(">I")
 
@@ -74,7 +74,7 @@ class Link:
     """The child's end. `on_record` is called for every record, in order, in the event loop's thread."""
 
     def __init__(self, on_record: Callable[[Record], None]) -> None:
-        self.address = f"rlsched-sglang-{os.getpid()}"
+        self.address = f"rlsched-link-{os.getpid()}"
         self._on_record = on_record
         self._decoder = msgspec.msgpack.Decoder(Record)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

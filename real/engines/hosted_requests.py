@@ -1,4 +1,4 @@
-"""The live requests of an SGLang engine: how far each has come, and under which version.
+"""The live requests of a hosted engine: how far each has come, and under which version.
 
 SGLang takes an id to be aborted for a prefix: `x-1` would end `x-10`, too. Here every request gets an id of its own, of
 fixed width, so that none begins with another.
@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import msgspec
 
-from ..commands import Json, Submit
+from ..commands import Submit
 
 
 class Request(msgspec.Struct):
@@ -30,24 +30,6 @@ class Request(msgspec.Struct):
         """Installed when its computation began."""
         return self.cuts[0][0] if self.cuts else None
 
-    def body(self, temperature: float, eos: int | None) -> Json:
-        """What `/generate` is asked."""
-        forced = self.command.forced
-        sampling: Json = {
-            "temperature": temperature,
-            "max_new_tokens": self.command.max_new_tokens,
-            "ignore_eos": forced,
-        }
-        if not forced and eos is not None:
-            sampling["stop_token_ids"] = [eos]
-        return {
-            "rid": self.rid,
-            "input_ids": self.command.tokens,
-            "sampling_params": sampling,
-            "return_logprob": True,
-            "logprob_start_len": -1,  # of the output alone
-        }
-
     def ended(self, tokens: list[int], said: str, eos: int | None) -> str:
         """Why it ended, as every engine says it. The step that an abort still lets it do may have been its last: SGLang
         calls it aborted then, and it is complete."""
@@ -65,7 +47,7 @@ class Request(msgspec.Struct):
 
 
 class Requests:
-    """All live requests of an engine, by rollout and by SGLang's id."""
+    """All live requests of an engine, by rollout and by the library's id."""
 
     def __init__(self) -> None:
         self.live: dict[str, Request] = {}
