@@ -182,7 +182,8 @@ class Labeller:
             if told and (said or frees is None):
                 gone.append({"weights": "weights", "kv": "KV cache"}[part])
         if not gone:
-            return f"asleep at level {engine.level}"
+            known = frees is not None and "engine" in scene.reporting
+            return f"asleep at level {engine.level}" + (", nothing released" if known else "")
         released = f"released by level-{engine.level} sleep"
         return released if len(gone) == 2 else f"{gone[0]} {released}"
 

@@ -385,7 +385,9 @@ def test_a_sleep_released_only_what_it_freed() -> None:
     assert asleep(CPU) == "released by level-2 sleep"
     assert asleep(CPU, kept=None) == "released by level-2 sleep"
     assert asleep(CPU, 1, kept=(7, 0)) == "KV cache released by level-1 sleep"
-    assert asleep({**CPU, "sleep_frees": "nothing"}) == "asleep at level 2"
+    assert asleep({**CPU, "sleep_frees": "nothing"}) == "asleep at level 2, nothing released"
+    assert asleep({**CPU, "sleep_frees": "nothing"}, kept=(7, 9)) == "asleep at level 2, nothing released"
+    assert asleep({**CPU, "sleep_frees": "nothing"}, kept=None) == "asleep at level 2"
     assert asleep({**CPU, "sleep_frees": "weights"}) == "weights released by level-2 sleep"
 
 
