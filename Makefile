@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo venv engines test check bench nightly clean
+.PHONY: demo venv engines test check bench traces nightly clean
 
 demo: venv  ## run the main job for real on the embedded engine and compare it with its simulation
 	$(BIN)/rlsched validate verl-hybrid areal-async areal-async,admit.eta=1 --output out/demo $(ARGS)
@@ -40,7 +40,7 @@ $(ENGINES)/sglang/.installed: real/engines/requirements-sglang.txt real/engines/
 		echo 'import rlsched_sglang_shim' > "$$site/rlsched_sglang_shim.pth"
 	touch $@
 
-test: venv  ## all tests, real engines included
+test: venv  ## all tests; vLLM and SGLang, too, where `make engines` has put them
 	RLSCHED_DATA="$(RLSCHED_DATA)" $(BIN)/python -m pytest
 
 check: venv  ## style, types and floors, on a non-editable install: on an editable one sim and real aren't seen
@@ -51,6 +51,14 @@ check: venv  ## style, types and floors, on a non-editable install: on an editab
 bench: venv  ## speed of engine, controller and checker
 	$(BIN)/python tests/bench_engine.py
 	$(BIN)/python tests/bench.py
+
+traces: venv engines  ## record traces/ anew: both presets, and the second at eta = 1, on every engine
+	for engine in transformers vllm sglang; do \
+		for policy in verl-hybrid areal-async areal-async,admit.eta=1; do \
+			$(BIN)/rlsched run $$policy --engine $$engine --output traces/$$engine-$$(echo $$policy | tr ',=' '__').jsonl.zst || exit 1; \
+		done; \
+	done
+	rm traces/*.rollouts.jsonl.zst
 
 nightly: venv  ## what takes minutes
 	RLSCHED_NIGHTLY=1 $(BIN)/python -m pytest -m nightly
