@@ -1,7 +1,7 @@
 """Tables and lines for people, with rich."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
@@ -27,6 +27,7 @@ from .verdict import Verdict
 if TYPE_CHECKING:
     from .real.canary_matrix import Cell
     from .real.canary_run import Audit
+    from .real.engines import Capabilities
     from .real.installs import Installed
     from .real.learning import Curve
 
@@ -146,6 +147,24 @@ def engines(console: Console, found: "list[Installed]") -> None:
     for e in found:
         table.add_row(e.name, e.version or "-", "yes" if e.ok else "no", e.interpreter if e.ok else e.why)
     console.print(table)
+
+
+def capabilities(console: Console, found: "Mapping[str, Capabilities]") -> None:
+    """What engines can do here, one column each."""
+    table = Table("", *found)
+    for field in next(iter(found.values())).__struct_fields__[1:]:
+        values = [getattr(c, field) for c in found.values()]
+        table.add_row(field.replace("_", " "), *(_able(v) for v in values))
+    console.print(table)
+
+
+def _able(value: object) -> str:
+    """A capability, as a cell."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value)) or "nothing"
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def policies(console: Console, specs: list[PolicySpec]) -> None:
