@@ -13,6 +13,8 @@ Part = Literal["parameters", "optimizer"]
 Tag = Literal["weights", "kv"]
 Transport = Literal["ipc", "broadcast", "disk"]
 AbortFate = Literal["resume", "restart", "cancel"]
+Fate = Literal["drain", "resume", "restart", "retract", "keep"]
+"""What becomes of running requests at an update; see ``decisions.Install``."""
 
 
 class Command(Struct, frozen=True, tag_field="ev", omit_defaults=True, forbid_unknown_fields=True):
@@ -66,9 +68,14 @@ class Resume(Command, frozen=True, tag="resume"):
 
 
 class Flush(Command, frozen=True, tag="flush"):
-    """Forget every cached KV block of ``engine``. Refused (``ok=False``) while requests hold some."""
+    """Forget every cached KV block of ``engine``. Refused (``ok=False``) while requests hold some.
+
+    ``recompute``: those requests go back to the head of the queue, in order, with the tokens that they
+    have, and compute their KV anew; nothing is refused.
+    """
 
     engine: int
+    recompute: bool = False
 
 
 class Sleep(Command, frozen=True, tag="sleep"):

@@ -452,9 +452,11 @@ def a_token_amid_an_update(bad: bool) -> History:
     s.finish(1)
     s.note(Accept(1))
     s.train(1, 1)
-    id = s.ask(Transfer, 1, [0], "ipc", 10)
+    pause = s.ask(Pause, 0)
     if not bad:
         s.tokens(0, end="install")
+    s.fact(Done, pause)
+    id = s.ask(Transfer, 1, [0], "ipc", 10)
     s.fact(Updating, id, 0, 1)
     if bad:
         s.tokens(0)
@@ -992,8 +994,9 @@ def test_a_request_may_live_through_an_update_on_its_own_kv() -> None:
     s.train(1, s.make())
     s.admit()
     s.send(1, prompt=1)
-    s.do(Pause, 0)
+    pause = s.ask(Pause, 0)
     s.tokens(1, n=3, end="install")
+    s.fact(Done, pause)
     s.install(1, 0, flush=False)
     s.note(Publish(1, [0]))
     s.do(Resume, 0)
@@ -1071,13 +1074,16 @@ def test_any_policy_keeps_its_promises(seed: int) -> None:
     """Slots put together by chance: whatever comes out, the checker and the policy agree about it."""
     pick = Random(seed).choice
     eta = pick([0, 1, 2, 4])
+    apart = [Disaggregated(), Disaggregated(trainers=2)]
+    place = pick([Colocated(), Colocated(sleep=1), Colocated(offload=()), *apart])
+    fate = pick(["drain", "resume", "restart", *(("retract", "keep") if place in apart else ())])
     policy = Policy(
         "any",
         pick([Cap(eta=eta), Cap(eta=eta, C=3), Surplus(eta=eta), Barrier()]),
         pick([InOrder(), InOrder(whole=True), OldestFinished(), FirstFinished()]),
         pick([Never(), AgeBound(bound=0, requeue=True), AgeBound(bound=1)]),
-        EveryVersion(fate=pick(["drain", "resume", "restart"]), flush=pick([True, False])),
-        pick([Colocated(), Colocated(sleep=1), Colocated(offload=()), Disaggregated(), Disaggregated(trainers=2)]),
+        EveryVersion(fate=fate, flush=fate == "retract" or pick([True, False])),  # type: ignore[arg-type]
+        place,
         pick([RoundRobin(), LeastLoaded()]),
     )
     changes = ["shape.steps=4", "shape.budget=300", f"shape.b={pick([1, 2, 5])}", f"shape.k={pick([1, 2])}"]

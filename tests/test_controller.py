@@ -465,14 +465,15 @@ def update_once(drive: Any, out: list[Any]) -> list[Any]:
 # ---- engines that go down
 
 
-def test_what_a_dead_engine_had_starts_again_elsewhere_from_its_last_recorded_token(hand: Hands) -> None:
+def test_what_a_dead_engine_had_starts_again_elsewhere_from_the_tokens_it_was_sent_with(hand: Hands) -> None:
     drive = hand(AHEAD, engines=2)
     drive.begin()
     drive.tokens(1, 3, "install")
+    assert drive.ledger.rollouts[1].tokens == 3
     assert (lost := drive.home[1]).engine == 1
     out = drive.tell(Down, 1, "it died")
     assert kinds(out) == ["Generate"] and out[0].engine == 0
-    assert out[0].work == [Work(1, 1, 0, 0, 3)]
+    assert out[0].work == [Work(1, 1, 0, 0, 0)]
     assert lost.id not in drive.ledger.open, "its command is answered by the Down"
     assert drive.ledger.rollouts[1].cause == "retry"
     assert drive.ledger.serving() == [0]
