@@ -8,7 +8,19 @@ from hypothesis import strategies as st
 
 from rlsched.sim.batching import Limits
 from rlsched.sim.costs import StepCosts, step_time, steps_within, stretch_time
-from rlsched.sim.engine import Abort, Aborted, Acked, Engine, Finished, Outcome, Pause, Preempted, Request, Resume, Retract
+from rlsched.sim.engine import (
+    Abort,
+    Aborted,
+    Acked,
+    Engine,
+    Finished,
+    Outcome,
+    Pause,
+    Preempted,
+    Request,
+    Resume,
+    Retract,
+)
 from rlsched.sim.kv import BlockPool, blocks_of
 
 from .twin import Arrival, Event, Shares, Spec, Twin, ample_specs, scripts, tight_specs
