@@ -32,7 +32,8 @@ SEEN: dict[tuple[str, str], str] = {
     ("Segment", "removed, of one that came back"): "CONS",
     ("Segment", "removed, at an install, of tokens that are trained"): "GROUP",
     ("Segment", "by: another"): "CAUSE",
-    ("Segment", "rollout: another"): "CONS, CAUSE, GROUP",
+    ("Segment", "rollout: another, of one that came back"): "CONS, CAUSE",
+    ("Segment", "rollout: another, at an install, of tokens that are trained"): "CONS, CAUSE, GROUP",
     ("Segment", "engine: another"): "CAUSE",
     ("Segment", "version: another, with tokens"): "LABEL",
     ("Segment", "n: lowered, of tokens that are trained"): "GROUP, BUDGET, PARTIAL",
@@ -171,7 +172,7 @@ UNSEEN: dict[tuple[str, str], str] = {
     (
         "Segment",
         "kv_from: newer, of one that stands on older KV",
-    ): "Its KV may have been computed anew, for want of blocks.",
+    ): "It may have been computed anew, for want of blocks.",
     ("Segment", "end: stop, of a rollout that is over"): "A rollout that nobody waits for may as well have finished.",
     ("Scored", "reward: another"): "A number of the grader's; no schedule depends on it.",
     ("Scored", "parts: another"): "As the reward.",
