@@ -169,7 +169,11 @@ def installing(events: list[Any]) -> set[tuple[str, ...]]:
         if isinstance(event, Pause):
             current = ["Pause"]
         name = "told" if isinstance(event, Segment) and event.end == "install" else type(event).__name__
-        if current and name != current[-1] and name in ("told", "Transfer", "Updating", "Installed", "Flush", "Publish"):
+        if (
+            current
+            and name != current[-1]
+            and name in ("told", "Transfer", "Updating", "Installed", "Flush", "Publish")
+        ):
             current.append(name)
         if isinstance(event, Resume):
             found.add(tuple(current))
