@@ -13,8 +13,6 @@ Part = Literal["parameters", "optimizer"]
 Tag = Literal["weights", "kv"]
 Transport = Literal["ipc", "broadcast", "disk"]
 AbortFate = Literal["resume", "restart", "cancel"]
-Fate = Literal["drain", "resume", "restart", "retract", "keep"]
-"""What becomes of running requests at an update; see ``decisions.Install``."""
 
 
 class Command(Struct, frozen=True, tag_field="ev", omit_defaults=True, forbid_unknown_fields=True):

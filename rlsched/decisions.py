@@ -4,9 +4,10 @@ from typing import Literal
 
 from msgspec import Struct
 
-from .commands import Fate, Part, Transport
+from .commands import Part, Transport
 from .errors import InputError
 from .notes import Kind
+from .shape import Fate
 
 
 class Start(Struct, frozen=True):

@@ -4,8 +4,10 @@ from typing import Literal
 
 from msgspec import Struct
 
-from .commands import Fate
 from .errors import InputError
+
+Fate = Literal["drain", "resume", "restart", "retract", "keep"]
+"""What becomes of running requests at an update; see ``decisions.Install``."""
 
 
 class Shape(Struct, frozen=True, forbid_unknown_fields=True):

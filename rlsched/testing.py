@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from msgspec import Struct
 
 from .checker import Checker, Report
-from .commands import Abort, Fate, Generate, Part, Train
+from .commands import Abort, Generate, Part, Train
 from .controller import Controller
 from .facts import Down, End, Segment
 from .history import Event
@@ -30,7 +30,7 @@ from .manifest import Manifest
 from .notes import Accept, Admit, Cancel, Drop, Reject
 from .policy import Policy
 from .replay import Replay, compare
-from .shape import Shape
+from .shape import Fate, Shape
 from .sim.scenario import GB, Control, EngineCosts, MemoryCosts, Scenario, TrainerCosts, TransportCosts
 from .sim.world import World
 from .slots.admit import Barrier, Cap

@@ -35,8 +35,10 @@ def test_bad_settings_are_one_line_that_names_the_file(tmp_path: Path, text: str
 
 @pytest.mark.parametrize(
     "table",
-    ["task", "engine", "engine.model", "engine.pace", "engine.pace.step", "engine.pace.wake"]
-    + ["trainer", "trainer.model", "trainer.pace", "trainer.pace.update"],
+    [
+        *("task", "engine", "engine.model", "engine.pace", "engine.pace.step", "engine.pace.wake"),
+        *("trainer", "trainer.model", "trainer.pace", "trainer.pace.update"),
+    ],
 )
 def test_an_unknown_field_of_a_run_is_one_line_that_names_file_and_table(tmp_path: Path, table: str) -> None:
     path = tmp_path / "mine.toml"

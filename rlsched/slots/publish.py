@@ -1,10 +1,10 @@
 """Publication: when new weights go out and what becomes of running requests."""
 
-from ..commands import Fate, Transport
+from ..commands import Transport
 from ..decisions import Install
 from ..errors import InputError
 from ..ledger import Ledger
-from ..shape import Promises, Shape
+from ..shape import Fate, Promises, Shape
 from ..slot import Aloof
 
 
