@@ -162,6 +162,9 @@ def telling() -> Iterator[Bench]:
     made.runner.close()
 
 
+STAGES = ("told", "Transfer", "Updating", "Installed", "Flush", "Publish")
+
+
 def installing(events: list[Any]) -> set[tuple[str, ...]]:
     """What happens from a pause to the resume that ends it, each kind of event told once in a row."""
     found, current = set(), list[str]()
@@ -169,11 +172,7 @@ def installing(events: list[Any]) -> set[tuple[str, ...]]:
         if isinstance(event, Pause):
             current = ["Pause"]
         name = "told" if isinstance(event, Segment) and event.end == "install" else type(event).__name__
-        if (
-            current
-            and name != current[-1]
-            and name in ("told", "Transfer", "Updating", "Installed", "Flush", "Publish")
-        ):
+        if current and name != current[-1] and name in STAGES:
             current.append(name)
         if isinstance(event, Resume):
             found.add(tuple(current))
