@@ -10,7 +10,7 @@ from .model import ModelSpec
 from .pacing import EnginePace, TrainerPace
 
 
-class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An engine. The defaults suit the tiny model on one CPU core."""
 
     model: ModelSpec = ModelSpec()
@@ -26,7 +26,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     pace: EnginePace | None = None  # None: as fast as it goes
 
 
-class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True):
+class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A trainer: Adam on a clipped-ratio policy gradient with group-relative advantages (GRPO)."""
 
     model: ModelSpec = ModelSpec()

@@ -14,7 +14,7 @@ import msgspec
 from . import canary
 
 
-class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
+class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A Qwen3-shaped decoder. The default learns the cyclic-repeat task on one core in about a minute."""
 
     vocab: int = 32  # tokens

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import msgspec
 
 
-class StepCost(msgspec.Struct, frozen=True):
+class StepCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Minimum duration of an engine step: a + b * decoding + c * kv_tokens + p * prompt_tokens, in nanoseconds.
 
     The four terms are those of the simulator's engine; `answers.Step` says what is counted in each.
@@ -30,7 +30,7 @@ class StepCost(msgspec.Struct, frozen=True):
         return self.a + self.b * decoding + self.c * kv_tokens + self.p * prompt_tokens
 
 
-class WorkCost(msgspec.Struct, frozen=True):
+class WorkCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Minimum duration of any other piece of work: fixed + each * units, in nanoseconds."""
 
     fixed: int = 0
@@ -41,7 +41,7 @@ class WorkCost(msgspec.Struct, frozen=True):
         return self.fixed + self.each * units
 
 
-class EnginePace(msgspec.Struct, frozen=True):
+class EnginePace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Minima of an engine."""
 
     step: StepCost = StepCost()
@@ -51,7 +51,7 @@ class EnginePace(msgspec.Struct, frozen=True):
     wake: WorkCost = WorkCost()  # unit: tag
 
 
-class TrainerPace(msgspec.Struct, frozen=True):
+class TrainerPace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Minima of a trainer. Unit of every phase: token of the batch's outputs."""
 
     old_logprob: WorkCost = WorkCost()

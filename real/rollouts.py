@@ -13,7 +13,7 @@ from .commands import Sample
 
 
 class Span(Struct, frozen=True, array_like=True):
-    """Tokens under one version, as the engine labelled them."""
+    """Tokens under one version."""
 
     version: int
     n: int
@@ -35,12 +35,11 @@ class Rollout(Struct):
     reward: float | None = None
     parts: dict[str, float] = {}
 
-    def extend(self, tokens: list[int], logprobs: list[float], version: int) -> None:
-        """Append a segment."""
+    def extend(self, tokens: list[int], logprobs: list[float], spans: list[Span]) -> None:
+        """Append what a request made; ``spans`` divide it by versions."""
         self.output += tokens
         self.logprobs += logprobs
-        if tokens:
-            self.spans.append(Span(version, len(tokens)))
+        self.spans += [span for span in spans if span.n]
 
     def sample_of(self, group: int) -> Sample:
         """As training data."""

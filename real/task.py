@@ -16,7 +16,7 @@ import msgspec
 GRADER = "cyclic-repeat/1"
 
 
-class Task(msgspec.Struct, frozen=True, kw_only=True):
+class Task(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The task and its token ids."""
 
     symbols: int = 8

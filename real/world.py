@@ -32,7 +32,6 @@ from rlsched.errors import PolicyError
 from rlsched.facts import (
     AnyFact,
     Begin,
-    Bucket,
     Done,
     Down,
     End,
@@ -43,7 +42,6 @@ from rlsched.facts import (
     Scored,
     Segment,
     Trained,
-    Updating,
 )
 from rlsched.history import Line
 from rlsched.manifest import Manifest
@@ -56,7 +54,7 @@ from .requests import Requests
 from .rig import Rig
 from .rollouts import RolloutLog, Rollouts
 from .task import grade
-from .transport import Buckets
+from .transfers import Transfers
 
 HELD_OUT = "held_out"
 """Name under which a score is observed."""
@@ -67,7 +65,7 @@ Look = Callable[[int, int], Awaitable[float | None]]
 class World:
     """One real run on the children of ``rig``.
 
-    ``look`` is asked for each published version before anything is generated under it, on the engine that would be
+    ``look`` is asked for each published version before any request is sent under it, on the engine that would be
     first, and at the end. That engine's further commands wait, so that no install comes between; its answer is
     recorded as ``Observed``.
     """
@@ -97,6 +95,7 @@ class World:
         self._groups: dict[int, range] = {}
         self._group_of: dict[int, int] = {}
         self._down: set[int] = set()
+        self._transfers = Transfers(rig, self.post, self._now, self._down, self._requests.moved)
         self._training: int | None = None
         self._phase_began = 0
         self._failure: Exception | None = None
@@ -152,18 +151,24 @@ class World:
 
     def _on_ended(self, engine: int, told: answers.Ended) -> None:
         id = int(told.rollout)
-        rollout, (by, last) = self._rollouts[id], self._requests.back(id)
-        rollout.extend(told.tokens, told.logprobs, told.version)
+        rollout = self._rollouts[id]
+        try:
+            home = self._requests.back(id, len(told.tokens), told.version, self._transfers.installed[engine])
+        except ValueError as error:
+            self._fail(f"engine {engine}: {error}")
+            return
+        rollout.extend(told.tokens, told.logprobs, home.spans)
+        rest = home.spans[-1]
         end: Literal["stop", "length", "abort"] = "stop"
         if told.reason == "abort":
             end = "abort"
         elif len(rollout.output) >= self._manifest.shape.budget:
             end = "length"
-        self.post(Segment(self._now(), by, id, engine, told.version, len(told.tokens), end, told.version))
+        self.post(Segment(self._now(), home.by, id, engine, rest.version, rest.n, end, home.kv))
         if id not in self._group_of:
             self._rollouts.forget(range(id, id + 1))
-        if last:
-            self.post(Done(self._now(), by))
+        if home.last:
+            self.post(Done(self._now(), home.by))
         if end != "abort" and id in self._group_of:
             self._do(self._score(id))
 
@@ -211,7 +216,7 @@ class World:
             case Train():
                 self._do(self._train(line))
             case Transfer():
-                self._do(self._transfer(line))
+                self._do(self._transfers.carry(line))
             case Load() | Offload():
                 self._do(self._shift(line))
             case Publish():
@@ -285,11 +290,13 @@ class World:
             case Abort():
                 await client.abort([str(r) for r in command.rollouts])
             case Pause():
-                await client.pause()
+                self._stands(engine, (await client.pause()).live)
             case Resume():
                 await client.resume()
             case Flush():
-                ok = (await client.flush()).ok
+                ok = (await client.flush(recompute=command.recompute)).ok
+                if command.recompute:
+                    self._requests.retract(engine)
                 why = "" if ok else f"engine {engine} refused to flush: requests hold KV"
             case Sleep():
                 await client.pause()
@@ -311,6 +318,15 @@ class World:
         if engine not in self._down:
             self.post(Done(self._now(), command.id, ok, why))
 
+    def _stands(self, engine: int, live: dict[str, int]) -> None:
+        """Tell what the requests inside have made of the version that is about to go."""
+        version = self._transfers.installed[engine]
+
+        def tell(by: int, rollout: int, n: int, kv: int) -> None:
+            self.post(Segment(self._now(), by, rollout, engine, version, n, "install", kv))
+
+        self._requests.stand(engine, live, version, tell)
+
     async def _train(self, command: Train) -> None:
         self._training = command.id
         samples = [self._rollouts[r].sample_of(self._group_of[r]) for r in command.rollouts]
@@ -326,37 +342,6 @@ class World:
         }
         self.post(Trained(self._now(), command.id, told.optimizer_steps, told.tokens, stats))
         self.post(Done(self._now(), command.id))
-
-    async def _transfer(self, command: Transfer) -> None:
-        """Bring a version to those that live; when one dies amid a broadcast the others' is torn, and repeated."""
-        failed = dict.fromkeys(command.engines, "")
-        while targets := [e for e in failed if e not in self._down]:
-            lost = len(self._down)
-            failed = await self._push(command, targets)
-            if len(self._down) == lost:
-                break
-        why = "; ".join(f"engine {e}: {error}" for e, error in failed.items() if e not in self._down)
-        self.post(Done(self._now(), command.id, not why, why))
-
-    async def _push(self, command: Transfer, engines: list[int]) -> dict[int, str]:
-        """Bring a version to ``engines``; what failed there."""
-        buckets: Buckets = self._rig.transport(command.transport, command.bucket)
-        targets = {self._rig.engines[e].name: e for e in engines}
-
-        def moved(name: str, index: int, size: int, ns: int) -> None:
-            if targets[name] not in self._down:
-                self.post(Bucket(self._now(), command.id, targets[name], index, size, ns))
-
-        for e in engines:
-            self.post(Updating(self._now(), command.id, e, command.version))
-        clients = [self._rig.engines[e] for e in engines]
-        pushed = await buckets.push(self._rig.trainer, clients, command.version, on_bucket=moved)
-        for name, e in targets.items():
-            if e not in self._down:
-                update = pushed.updated.get(name)
-                size = 0 if update is None else update.bytes
-                self.post(Installed(self._now(), command.id, e, command.version, size, update is not None))
-        return {targets[name]: str(error) or type(error).__name__ for name, error in pushed.failed.items()}
 
     async def _shift(self, command: Load | Offload) -> None:
         move = self._rig.trainer.load if isinstance(command, Load) else self._rig.trainer.offload

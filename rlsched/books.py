@@ -228,6 +228,11 @@ def _segment(ledger: Ledger, fact: Segment, out: Out) -> Heard:
     if rollout is None or rollout.state != "live" or (rollout.by, rollout.engine) != (fact.by, fact.engine):
         ledger.counters.ignored += 1
         return "ignored"
+    if fact.end == "install":
+        if fact.version <= rollout.told:  # a request is paused once under a version: it was told before
+            ledger.counters.ignored += 1
+            return "ignored"
+        rollout.told = fact.version
     if fact.n:
         if rollout.spans and rollout.spans[-1].version == fact.version:
             rollout.spans[-1].n += fact.n
@@ -298,6 +303,16 @@ def _reject(ledger: Ledger, group: Group, why: str, out: Out) -> None:
         close(ledger, group, out)
 
 
+def _shorten(rollout: Rollout, n: int) -> None:
+    """Leave a rollout its first ``n`` tokens."""
+    spans: list[Span] = []
+    for span in rollout.spans:
+        if n > 0:
+            spans.append(Span(span.version, min(n, span.n)))
+        n -= span.n
+    rollout.spans = spans
+
+
 def _forget(ledger: Ledger, rollout: Rollout) -> None:
     """Drop a rollout that nothing can ask for any more, and its group with the last one."""
     del ledger.rollouts[rollout.id]
@@ -336,7 +351,7 @@ def _done(ledger: Ledger, fact: Done, out: Out) -> Heard:
 
 
 def _down(ledger: Ledger, fact: Down, out: Out) -> None:
-    """What was inside the engine is lost: its rollouts go on from their last recorded token.
+    """What was inside the engine is lost: its rollouts go on from the tokens that they were sent with.
 
     An engine may come up again; without a trainer nothing goes on.
     """
@@ -359,6 +374,7 @@ def _down(ledger: Ledger, fact: Down, out: Out) -> None:
         ledger.recalled.pop(r, None)
         rollout = ledger.rollouts[r]
         rollout.state, rollout.cause, rollout.engine = "interrupted", "retry", None
+        _shorten(rollout, rollout.sent)
         ledger.interrupted.append(r)
         if ledger.groups[rollout.group].state != "running":
             _forget(ledger, rollout)

@@ -66,9 +66,14 @@ class Resume(Command, frozen=True, tag="resume"):
 
 
 class Flush(Command, frozen=True, tag="flush"):
-    """Forget every cached KV block of ``engine``. Refused (``ok=False``) while requests hold some."""
+    """Forget every cached KV block of ``engine``. Refused (``ok=False``) while requests hold some.
+
+    ``recompute``: those requests go back to the head of the queue, in order, with the tokens that they
+    have, and compute their KV anew; nothing is refused.
+    """
 
     engine: int
+    recompute: bool = False
 
 
 class Sleep(Command, frozen=True, tag="sleep"):

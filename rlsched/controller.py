@@ -153,6 +153,10 @@ class Controller:
         self._check("publish", {*update.engines} <= {*ledger.serving()}, f"of engines {update.engines} some are down")
         self._check("publish", len({*update.engines}) == len(update.engines), "an engine is named twice")
         self._check("publish", update.bucket >= 1, f"buckets of {update.bucket} bytes")
+        within = update.fate in ("retract", "keep")
+        self._check("publish", update.flush or update.fate != "retract", "fate retract flushes, and flush is False")
+        more = [e for e in update.engines if e not in behind] if within else []
+        self._check("publish", not more, f"fate {update.fate} on engines {more}, which hold that version already")
         ledger.update = update
         return True
 
@@ -254,6 +258,7 @@ class Controller:
                 raise self._error("route", f"engine {engine} does not take requests")
             group = ledger.groups[rollout.group]
             rollout.state, rollout.engine = "live", engine
+            rollout.sent, rollout.told = rollout.tokens, -1
             target.live.add(r)
             group.begun = ledger.now if group.begun < 0 else group.begun
             work = Work(r, group.prompt, rollout.sample, group.attempt, rollout.tokens)

@@ -25,9 +25,16 @@ class Begin(Fact, frozen=True, tag="begin"):
 class Segment(Fact, frozen=True, tag="segment"):
     """``rollout`` made ``n`` tokens on ``engine`` under one installed ``version``, then ``end`` came.
 
-    ``stop`` and ``length`` finish the rollout; ``abort`` returns it, perhaps with ``n`` = 0;
-    ``install`` means that it goes on in the same request under the next version; ``error`` means
-    that it can't be finished. ``kv_from`` is the version that computed the KV it stands on.
+    ``stop`` and ``length`` finish the rollout; ``abort`` returns it, perhaps with ``n`` = 0; ``error``
+    means that it can't be finished. ``kv_from`` is the oldest version that computed any of the KV
+    that the tokens stand on.
+
+    ``install`` means that it goes on in the same request under the next version. An engine that is
+    paused with requests inside says so of each that made tokens since its last segment, in the order
+    of their ids, once it stands still and before the ``Pause`` is done. So no token is told between
+    ``Updating`` and ``Installed``, and what a later segment tells are the next version's tokens. The
+    tokens of a request come home with its last segment: should the engine go down before, those
+    told so far are lost with it.
     """
 
     by: int

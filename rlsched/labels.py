@@ -78,6 +78,7 @@ TITLES = {
     "train, live": "Train while engines generate",
     "pause": "Pause",
     "pause, interrupted": "Pause and interrupt",
+    "pause, kept": "Pause with requests inside",
     "update": "Send new weights",
     "update, ipc": "Copy weights through {ipc}",
     "update, broadcast": "Broadcast new weights",
@@ -86,6 +87,8 @@ TITLES = {
     "resume": "Resume generation",
     "resume, resumed": "Resume interrupted requests",
     "resume, restarted": "Restart interrupted requests",
+    "resume, kept": "Resume kept requests",
+    "resume, retracted": "Resume retracted requests",
 }
 """Title of a step, by its milestone and what was so."""
 
@@ -98,6 +101,8 @@ class Course(Struct):
     """The update made rollouts come back unfinished."""
     resent: Literal["", "resumed", "restarted"] = ""
     """How rollouts that had come back were sent again."""
+    within: Literal["", "kept", "retracted"] = ""
+    """How requests with tokens lived through the update, once it paused them: with their KV, or without."""
     transport: str = ""
     """Of the update, once it began."""
     mixed: tuple[int, int] | None = None
@@ -143,9 +148,9 @@ class Labeller:
             "dispatch": capped,
             "accept": capped,
             "train": "live" if scene.live else "",
-            "pause": "interrupted" if course.interrupted else "",
+            "pause": "interrupted" if course.interrupted else "kept" if course.within else "",
             "update": course.transport,
-            "resume": course.resent,
+            "resume": course.resent or course.within,
         }.get(kind)
         title = TITLES.get(f"{kind}, {detail}", TITLES[kind])
         return title.format(ipc=self._given.get("ipc", "ipc"), **self._words)
@@ -170,7 +175,8 @@ class Labeller:
             return f"{memory}, running requests kept"
         if engine.paused and course.interrupted:
             return f"{memory}, no running requests"
-        return f"{memory}, requests {course.resent}" if new and course.resent else memory
+        went_on = course.resent or course.within
+        return f"{memory}, requests {went_on}" if new and went_on else memory
 
     def _asleep(self, engine: Engine, scene: Scene) -> str:
         """A sleep released what is known to be gone, and no more."""

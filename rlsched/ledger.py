@@ -39,6 +39,10 @@ class Rollout(Struct):
     cause: Literal["new", "resume", "restart", "retry"] = "new"
     """Why it waits for an engine."""
     spans: list[Span] = []
+    sent: int = 0
+    """Tokens that were sent along with the request under which it is live, or was last."""
+    told: int = -1
+    """Version of the last tokens told of that request as it lived through an install; -1: it didn't."""
     interrupts: int = 0
 
     @property

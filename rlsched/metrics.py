@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from msgspec import Struct
 
-from .commands import Abort, Command, Train, Transfer
+from .commands import Abort, Command, Generate, Pause, Resume, Train, Transfer
 from .facts import Begin, Done, Down, Fact, Scored, Segment
 from .history import Event
 from .notes import Admit, Cancel, Drop, Go, Publish, Reject, Wait
@@ -26,7 +26,7 @@ class Metrics(Struct, frozen=True):
     step_s: float
     """Mean seconds from publish to publish, the first from ``Begin``."""
     generation_s: float
-    """Mean seconds a step in which rollouts were live on an engine."""
+    """Mean seconds a step in which rollouts were live on an engine that did not stand still."""
     wait_s: float
     """Mean seconds a step in which the trainer waited for groups."""
     train_s: float
@@ -37,7 +37,7 @@ class Metrics(Struct, frozen=True):
     """Tokens generated, thrown-away ones included."""
     tokens_per_s: float
     engine_idle: float
-    """Share of the engines' time without a live rollout."""
+    """Share of the engines' time without a live rollout, or with those that are there standing still."""
     trainer_idle: float
     """Share of the trainer's time in which it neither trained nor sent weights."""
     interrupted: int
@@ -55,7 +55,8 @@ class Meter:
         self._engines = sum(d.engine is not None for d in devices)
         self._now = self._begin = self._last = 0
         self._live: dict[int, set[int]] = {}
-        self._live_since: dict[int, int] = {}
+        self._paused: set[int] = set()
+        self._busy_since: dict[int, int] = {}
         self._pool_since = 0
         self._engine_busy = self._generation = self._wait = self._train = self._send = self._sync = 0
         self._issued: dict[int, tuple[int, Command]] = {}
@@ -64,6 +65,9 @@ class Meter:
         self._tokens = self._scored = self._interrupted = self._versions = self._x = 0
         self._reward = 0.0
         self._oldest: dict[int, int] = {}
+        self._before: dict[int, tuple[int, int | None]] = {}
+        """Of live rollouts that lived through an install: the version of the last tokens told of it, and ``_oldest``
+        as it was before their request."""
         self._returning: set[int] = set()
         self._first: dict[int, tuple[int, int]] = {}
         self._ages: Counter[int] = Counter()
@@ -75,7 +79,7 @@ class Meter:
             self._now = event.t
         match event:
             case Down() if event.engine is not None:
-                self._leave(event.engine, {*self._live.get(event.engine, ())})
+                self._down(event.engine)
             case Begin():
                 self._begin = self._last = event.t
             case Segment():
@@ -88,13 +92,16 @@ class Meter:
             case Train():
                 self._issued[event.id] = (self._now, event)
                 self._consume(event)
-            case Transfer():
+            case Transfer() | Pause():
                 self._issued[event.id] = (self._now, event)
+            case Resume():
+                self._paused.discard(event.engine)
+                self._turn(event.engine)
             case Abort() if event.fate != "cancel":
                 self._returning |= {*event.rollouts}
-            case Command():
-                for work in getattr(event, "work", ()):
-                    self._enter(event.engine, work.rollout)  # type: ignore[union-attr]
+            case Generate():
+                self._live.setdefault(event.engine, set()).update(work.rollout for work in event.work)
+                self._turn(event.engine)
             case Admit():
                 self._first[event.group] = (event.first, event.launch_n)
             case Reject() | Drop() | Cancel():
@@ -116,34 +123,43 @@ class Meter:
         """The metrics up to the last publish."""
         return self._closed or self._metrics()
 
-    def _enter(self, engine: int, rollout: int) -> None:
-        if not any(self._live.values()):
-            self._pool_since = self._now
-        live = self._live.setdefault(engine, set())
-        if not live:
-            self._live_since[engine] = self._now
-        live.add(rollout)
+    def _turn(self, engine: int) -> None:
+        """See whether ``engine`` has begun to generate, or has ceased to."""
+        busy, was = bool(self._live.get(engine)) and engine not in self._paused, engine in self._busy_since
+        if busy and not was:
+            self._pool_since = self._pool_since if self._busy_since else self._now
+            self._busy_since[engine] = self._now
+        elif was and not busy:
+            self._engine_busy += self._now - self._busy_since.pop(engine)
+            if not self._busy_since:
+                self._generation += self._now - self._pool_since
+
+    def _down(self, engine: int) -> None:
+        """What was inside is gone, and with it what was told of requests that had lived through an install."""
+        for rollout in self._live.pop(engine, ()):
+            if rollout in self._before:
+                _, oldest = self._before.pop(rollout)
+                self._oldest.pop(rollout, None)
+                self._oldest |= {} if oldest is None else {rollout: oldest}
+        self._paused.discard(engine)
+        self._turn(engine)
 
     def _segment(self, event: Segment) -> None:
+        told, before = self._before.get(event.rollout, (-1, self._oldest.get(event.rollout)))
+        if event.rollout not in self._live.get(event.engine, ()) or (event.end == "install" and event.version <= told):
+            return  # it was told before
         self._tokens += event.n
+        if event.end == "install":
+            self._before[event.rollout] = event.version, before
         if event.n:
             self._oldest[event.rollout] = min(self._oldest.get(event.rollout, event.version), event.version)
         if event.end == "install":
             return
         self._interrupted += event.end == "abort" and event.rollout in self._returning
         self._returning.discard(event.rollout)
-        self._leave(event.engine, {event.rollout})
-
-    def _leave(self, engine: int, rollouts: set[int]) -> None:
-        """``rollouts`` are no longer inside ``engine``."""
-        live = self._live.get(engine, set())
-        if not live & rollouts:
-            return
-        live -= rollouts
-        if not live:
-            self._engine_busy += self._now - self._live_since[engine]
-            if not any(self._live.values()):
-                self._generation += self._now - self._pool_since
+        self._before.pop(event.rollout, None)
+        self._live.get(event.engine, set()).discard(event.rollout)
+        self._turn(event.engine)
 
     def _consume(self, event: Train) -> None:
         for group in event.groups:
@@ -163,12 +179,15 @@ class Meter:
             self._trained_at = self._now
         elif isinstance(command, Transfer):
             self._send += self._now - since
+        elif isinstance(command, Pause) and event.ok:
+            self._paused.add(command.engine)
+            self._turn(command.engine)
 
     def _metrics(self) -> Metrics:
         n = max(1, self._versions)
         duration = max(1, (self._last if self._versions else self._now) - self._begin)
-        open_engines = sum(self._now - self._live_since[e] for e, live in self._live.items() if live)
-        generation = self._generation + (self._now - self._pool_since if any(self._live.values()) else 0)
+        open_engines = sum(self._now - since for since in self._busy_since.values())
+        generation = self._generation + (self._now - self._pool_since if self._busy_since else 0)
         return Metrics(
             versions=self._versions,
             duration_s=duration / NS,

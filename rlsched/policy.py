@@ -9,7 +9,7 @@ from typing import Any
 from msgspec import Struct, convert, to_builtins
 from msgspec.structs import replace
 
-from .errors import PolicyError
+from .errors import InputError, PolicyError
 from .shape import Device, Promises, Shape, merge
 from .slot import AdmitSlot, Common, ExpireSlot, PlaceSlot, PublishSlot, RouteSlot, SelectSlot
 from .slots.admit import Barrier, Cap
@@ -40,13 +40,19 @@ class Policy(Struct, frozen=True):
             yield name, getattr(self, name)
 
     def promises(self, shape: Shape) -> Promises:
-        """What the checker holds this policy to."""
+        """What the checker holds this policy to. Raises InputError when its slots contradict each other."""
         found = []
         for name, slot in self.slots():
             found.append(promise := self.ask(name, slot.promises, shape))
             if not isinstance(promise, Promises):
                 raise self.error(name, f"promises returned {promise!r}")
-        return merge(found)
+        whole = merge(found)
+        if whole.quiet and whole.partial in ("retract", "keep"):
+            raise InputError(
+                f"policy {self.name}: publish.fate is {whole.partial}, but place ({type(self.place).__name__}) lets"
+                " nothing run until a version is out, and puts engines to sleep: choose drain, resume or restart"
+            )
+        return whole
 
     def layout(self, shape: Shape) -> list[Device]:
         """The devices, as the place slot lays them out: numbered from 0, with an engine and a trainer among them."""

@@ -6,6 +6,9 @@ from msgspec import Struct
 
 from .errors import InputError
 
+Fate = Literal["drain", "resume", "restart", "retract", "keep"]
+"""What becomes of running requests at an update; see ``decisions.Install``."""
+
 
 class Shape(Struct, frozen=True, forbid_unknown_fields=True):
     """The fixed numbers of a run. A version consumes ``k`` batches of ``b`` groups: B = k·b.
@@ -71,12 +74,13 @@ class Promises(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=Tr
     """Batches take the lowest ordinals among the groups that aren't terminal (ORDER)."""
     age: int | None = None
     """Largest age of a trained group, in versions (AGE)."""
-    partial: Literal["resume", "restart", "drain"] | None = None
-    """Fate of running requests at an update; under restart and drain a rollout has one version (PARTIAL)."""
+    partial: Fate | None = None
+    """Fate of running requests at an update. Under restart and drain a rollout has one version, under the others its
+    tokens are kept, and only under retract and keep a request lives through an install (PARTIAL)."""
     skew: int = 0
     """Versions by which a serving engine may lag behind the published one (PUBLISH)."""
     flush: bool = False
-    """No token stands on KV of another version (LABEL)."""
+    """No token stands on KV of another version (LABEL); under keep, no request on KV older than itself."""
 
 
 def merge(promises: list[Promises]) -> Promises:

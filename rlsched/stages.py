@@ -28,7 +28,7 @@ class Drain(Stage, frozen=True):
 
 
 class Still(Stage, frozen=True):
-    """Pause ``engines``."""
+    """Pause ``engines``, which closes them to new requests."""
 
     engines: list[int]
 
@@ -81,9 +81,10 @@ class Send(Stage, frozen=True):
 
 
 class FlushCaches(Stage, frozen=True):
-    """Flush the KV caches of ``engines``."""
+    """Flush the KV caches of ``engines``; under ``recompute`` with requests inside."""
 
     engines: list[int]
+    recompute: bool = False
 
 
 class Announce(Stage, frozen=True):

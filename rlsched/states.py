@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from msgspec import Struct
 from msgspec.structs import replace
 
-from .commands import Abort, AbortFate, Command, Generate, Pause, Resume, Sleep, Train, Transfer, Wake
+from .commands import Abort, AbortFate, Command, Flush, Generate, Pause, Resume, Sleep, Train, Transfer, Wake
 from .errors import InputError
 from .facts import Done, Down, Fact, Installed, Segment, Updating
 from .history import Event
@@ -61,6 +61,8 @@ class Cycle(Struct, frozen=True):
     """The update made rollouts come back unfinished."""
     resent: bool
     """Rollouts that had come back were sent again."""
+    within: bool
+    """Requests with tokens lived through the update inside their engine."""
 
 
 class Open(Struct):
@@ -137,7 +139,13 @@ class Fold:
     def cycles(self) -> list[Cycle]:
         """The cycles so far, in the order of their versions."""
         return [
-            Cycle(n, sorted(c.steps.values(), key=lambda s: s.line), c.course.interrupted, c.course.resent != "")
+            Cycle(
+                version=n,
+                steps=sorted(c.steps.values(), key=lambda s: s.line),
+                interrupted=c.course.interrupted,
+                resent=c.course.resent != "",
+                within=c.course.within != "",
+            )
             for n, c in sorted(self._cycles.items())
             if c.steps
         ]
@@ -173,6 +181,8 @@ class Fold:
                 self._reach(x, "wake")
             case Resume():
                 self._reach(x, "resume")
+            case Flush(recompute=True) if self._cycle(x).course.within:
+                self._cycle(x).course.within = "retracted"
             case _:
                 pass
 
@@ -186,6 +196,9 @@ class Fold:
         if event.n:
             self._newest[event.rollout] = event.version
         if event.end == "install":
+            engine = self._scene.engines.get(event.engine)
+            if engine is not None and engine.version < self._scene.x:
+                self._cycle(self._scene.x).course.within = "kept"
             return
         newest = self._newest.pop(event.rollout, -1)
         recalled = self._recalled.pop(event.rollout, None)
@@ -234,8 +247,9 @@ def states(manifest: Manifest, events: Iterable[Event]) -> list[Cycle]:
 def pick(cycles: list[Cycle], version: int | None = None) -> Cycle:
     """The cycle that produced ``version``; without one, the first of those that show the most.
 
-    Interruptions count before steps, then a batch that the trainer waited for; and the first cycle,
-    which begins from nothing, comes last among its equals. Raises InputError when there is none.
+    Interruptions, and requests that live through the update, count before steps, then a batch that
+    the trainer waited for; and the first cycle, which begins from nothing, comes last among its
+    equals. Raises InputError when there is none.
     """
     if version is not None:
         for cycle in cycles:
@@ -251,4 +265,4 @@ def pick(cycles: list[Cycle], version: int | None = None) -> Cycle:
 def _shows(cycle: Cycle) -> tuple[int, int, bool, bool]:
     kinds = [s.kind for s in cycle.steps]
     waited = "accept" in kinds and "train" in kinds and kinds.index("accept") < kinds.index("train")
-    return cycle.interrupted + cycle.resent, len(kinds), waited, cycle.version > 1
+    return max(cycle.interrupted + cycle.resent, 2 * cycle.within), len(kinds), waited, cycle.version > 1

@@ -22,15 +22,15 @@ from hypothesis import strategies as st
 from msgspec import Struct
 
 from .checker import Checker, Report
-from .commands import Abort, Part, Train
+from .commands import Abort, Generate, Part, Train
 from .controller import Controller
-from .facts import End, Segment
+from .facts import Down, End, Segment
 from .history import Event
 from .manifest import Manifest
 from .notes import Accept, Admit, Cancel, Drop, Reject
 from .policy import Policy
 from .replay import Replay, compare
-from .shape import Shape
+from .shape import Fate, Shape
 from .sim.scenario import GB, Control, EngineCosts, MemoryCosts, Scenario, TrainerCosts, TransportCosts
 from .sim.world import World
 from .slots.admit import Barrier, Cap
@@ -129,10 +129,21 @@ def scenarios(
     )
 
 
-def publishers() -> st.SearchStrategy[EveryVersion]:
-    """Publish slots: every fate of running requests, one bucket or several, engines together or in turn."""
-    transports, fates = st.sampled_from(("broadcast", "ipc", "disk")), st.sampled_from(("resume", "restart", "drain"))
-    return st.builds(EveryVersion, transports, st.sampled_from((1024, 1)), fates, st.booleans(), st.booleans())
+@st.composite
+def publishers(draw: st.DrawFn, within: bool = True) -> EveryVersion:
+    """Publish slots: every fate of running requests, one bucket or several, engines together or in turn.
+
+    ``within=False``: none that leaves requests inside an engine, which one that is put to sleep can't have.
+    """
+    outside: tuple[Fate, ...] = ("resume", "restart", "drain")
+    fate = draw(st.sampled_from((*outside, "keep", "retract") if within else outside))
+    return EveryVersion(
+        draw(st.sampled_from(("broadcast", "ipc", "disk"))),
+        draw(st.sampled_from((1024, 1))),
+        fate,
+        draw(st.booleans()) or fate == "retract",
+        draw(st.booleans()),
+    )
 
 
 def selections() -> st.SearchStrategy[Any]:
@@ -150,18 +161,22 @@ def colocations() -> st.SearchStrategy[Colocated]:
 
 @st.composite
 def policies(draw: st.DrawFn, /, **slots: st.SearchStrategy[Any]) -> Policy:
-    """A policy of rlsched's own slots. A slot that is given is drawn from there."""
+    """A policy of rlsched's own slots. A slot that is given is drawn from there.
+
+    Where the place slot promises quiet, requests don't stay inside at a publish, unless a given slot says so.
+    """
     caps = st.builds(Cap, st.sampled_from((1, 0, 2, 3)), st.none() | st.integers(1, 12))
     apart = st.builds(Disaggregated, trainers=st.integers(1, 2))
     defaults: dict[str, st.SearchStrategy[Any]] = {
         "admit": _mostly(caps, st.just(Barrier())),
         "select": selections(),
         "expire": st.just(Never()) | st.builds(AgeBound, st.integers(0, 2), st.booleans()),
-        "publish": publishers(),
         "place": _mostly(apart, colocations()),
         "route": st.sampled_from((RoundRobin(), LeastLoaded())),
     }
-    return Policy("drawn", **{name: draw(slots.get(name, default)) for name, default in defaults.items()})
+    drawn = {name: draw(slots.get(name, default)) for name, default in defaults.items()}
+    within = not drawn["place"].promises(Shape()).quiet
+    return Policy("drawn", publish=draw(slots.get("publish", publishers(within))), **drawn)
 
 
 def _mostly(often: st.SearchStrategy[Any], seldom: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
@@ -272,6 +287,8 @@ def batches(events: Iterable[Event]) -> Iterator[Batch]:
     admits: dict[int, Admit] = {}
     buffer: dict[int, None] = {}
     tokens: dict[int, Counter[int]] = {}
+    told: set[tuple[int, int, int]] = set()
+    sent: dict[int, dict[int, Counter[int]]] = {}
     restarting: set[int] = set()
     for event in events:
         match event:
@@ -283,7 +300,19 @@ def batches(events: Iterable[Event]) -> Iterator[Batch]:
                 buffer.pop(event.group, None)
             case Abort(fate="restart"):
                 restarting |= {*event.rollouts}
+            case Generate():
+                had = {work.rollout: Counter(tokens.get(work.rollout, Counter())) for work in event.work}
+                sent.setdefault(event.engine, {}).update(had)
+            case Down() if event.engine is not None:
+                tokens |= sent.pop(event.engine, {})  # those that were inside have what they were sent with
             case Segment():
+                words = event.by, event.rollout, event.version
+                if event.rollout not in sent.get(event.engine, {}) or (event.end == "install" and words in told):
+                    continue  # it was told before
+                if event.end == "install":
+                    told.add(words)
+                else:
+                    del sent[event.engine][event.rollout]
                 tokens.setdefault(event.rollout, Counter())[event.version] += event.n
                 if event.end == "abort" and event.rollout in restarting:
                     tokens[event.rollout].clear()

@@ -51,12 +51,13 @@ def installing(update: Install, moves: list[Move], ledger: Ledger) -> list[AnySt
     leaving = list(moves[0].offload) if moves else []
     stages: list[AnyStage] = []
     if awake:
-        stages += [_quiet(awake, update.fate), Still(awake)]
+        within = update.fate in ("retract", "keep")  # requests stay inside, and a pause lets no new ones begin
+        stages += [Still(awake)] if within else [_quiet(awake, update.fate), Still(awake)]
     if asleep:
         stages += [PutAway(leaving[:1]), WakeUp(asleep, ["weights"])]
     stages.append(Send())
-    if awake and update.flush:
-        stages.append(FlushCaches(awake))
+    if awake and update.flush and update.fate != "keep":
+        stages.append(FlushCaches(awake, update.fate == "retract"))
     stages.append(Announce())
     if asleep:
         stages += [PutAway(leaving[1:]), WakeUp(asleep, ["kv"]), Hand([m.device for m in moves], False)]
@@ -150,7 +151,7 @@ def enter(stage: AnyStage, ledger: Ledger, out: Out) -> set[int]:
                 ids.add(issue(ledger, Wake(next_id(ledger), e.id, stage.tags), out))
         case FlushCaches():
             for e in engines:
-                ids.add(issue(ledger, Flush(next_id(ledger), e.id), out))
+                ids.add(issue(ledger, Flush(next_id(ledger), e.id, stage.recompute), out))
         case Bring() if stage.parts:
             ids.add(issue(ledger, Load(next_id(ledger), stage.parts), out))
         case PutAway() if stage.parts:

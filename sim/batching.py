@@ -57,7 +57,7 @@ class Counters(msgspec.Struct):
     prefills: int = 0
     #: Requests put back for want of blocks.
     preemptions: int = 0
-    #: Requests put back by order of a retracting pause.
+    #: Requests put back by order.
     retractions: int = 0
 
 

@@ -40,11 +40,15 @@ class Abort(msgspec.Struct, frozen=True):
 
 
 class Pause(msgspec.Struct, frozen=True):
-    """Begin no further step until resumed. Requests submitted meanwhile wait."""
+    """Begin no further step until resumed. The running requests keep their KV; those submitted meanwhile wait."""
 
     control: int
-    #: Put the running requests back to the head of the queue, in order, their KV dropped; otherwise they keep it.
-    retract: bool = False
+
+
+class Retract(msgspec.Struct, frozen=True):
+    """Put the running requests back to the head of the queue, in order, their KV dropped."""
+
+    control: int
 
 
 class Resume(msgspec.Struct, frozen=True):
@@ -70,7 +74,7 @@ class Aborted(msgspec.Struct, frozen=True, gc=False):
 
 
 class Preempted(msgspec.Struct, frozen=True, gc=False):
-    """A running request lost its KV, for want of blocks or by a retracting pause, and waits to be prefilled again."""
+    """A running request lost its KV, for want of blocks or by order, and waits to be prefilled again."""
 
     id: int
     #: New tokens of this attempt so far; they stay.
@@ -83,7 +87,7 @@ class Acked(msgspec.Struct, frozen=True, gc=False):
     control: int
 
 
-Control = Abort | Pause | Resume
+Control = Abort | Pause | Retract | Resume
 Outcome = Finished | Aborted | Preempted | Acked
 
 
@@ -126,7 +130,7 @@ class Engine:
             self._cut(t)
 
     def control(self, t: int, control: Control) -> None:
-        """Takes an abort, a pause or a resume; it is answered by Acked when it has taken effect."""
+        """Takes an abort, a pause, a retraction or a resume; it is answered by Acked when it has taken effect."""
         self._arrive(t, control)
         self._cut(t)
 
@@ -205,10 +209,10 @@ class Engine:
                     self._batch.remove(seq)
                     del self._live[seq.id]
                     outcomes.append(Aborted(seq.id, seq.made))
-            case Pause(retract=retract):
+            case Pause():
                 self.paused = True
-                if retract:
-                    outcomes += [Preempted(seq.id, seq.made) for seq in self._batch.retract()]
+            case Retract():
+                outcomes += [Preempted(seq.id, seq.made) for seq in self._batch.retract()]
             case Resume():
                 self.paused = False
         outcomes.append(Acked(item.control))

@@ -39,6 +39,8 @@ class Server:
         self.id = id
         self.version = 0
         """Version installed; -1 while an update is under way, or after the weights were discarded."""
+        self._old = 0
+        """The last version that was installed."""
         self.life = 0
         """Counts crashes: what an earlier life began never ends."""
         self.up = True
@@ -65,6 +67,11 @@ class Server:
         self._left: dict[int, int] = {}
         self._have: dict[int, int] = {}
         self._acks: dict[int, int] = {}
+        self._pauses: set[int] = set()
+        self._told: dict[int, int] = {}
+        """New tokens told so far, of requests that were inside a pause."""
+        self._stale: dict[int, int] = {}
+        """Version that computed the first KV of requests that live through an install with it."""
 
     def crash(self, down: int) -> None:
         """Lose everything, and come back empty after ``down`` picoseconds. One that is down stays so."""
@@ -92,6 +99,16 @@ class Server:
         """Requests that lost their KV for want of blocks, in this life."""
         return self._engine.counters.preemptions
 
+    def begin_update(self) -> None:
+        """The weights are torn from here on."""
+        self.version = -1
+
+    def end_update(self, version: int) -> None:
+        """``version`` is installed. Who stands on KV goes on with it."""
+        for request in self._engine.running:
+            self._stale.setdefault(request, self._old)
+        self.version = self._old = version
+
     def take(self, command: Command) -> None:
         """Send ``command`` down the channel. None overtakes another."""
         now = self._world.clock.now
@@ -111,9 +128,12 @@ class Server:
             case Abort():
                 self._control(core.Abort(command.id, tuple(command.rollouts)), control.abort_s)
             case Pause():
+                self._pauses.add(command.id)
                 self._control(core.Pause(command.id), control.pause_s)
             case Resume():
                 self._control(core.Resume(command.id), control.resume_s)
+            case Flush(recompute=True):
+                self._control(core.Retract(command.id), control.flush_s)
             case Flush():
                 why = "requests hold KV blocks" if self._engine.used_blocks else ""
                 self._later(ps(control.flush_s), Done(0, command.id, not why, why))
@@ -162,25 +182,45 @@ class Server:
         self._due = None
         outcomes = self._engine.boundary(due)
         self._schedule()
+        stands = False
         for outcome in outcomes:
             match outcome:
                 case core.Finished():
                     self._end(outcome.id, outcome.tokens, "stop")
                 case core.Aborted():
                     self._end(outcome.id, outcome.tokens, "abort")
+                case core.Preempted():
+                    self._stale.pop(outcome.id, None)
                 case core.Acked():
+                    stands |= outcome.control in self._pauses
+                    self._pauses.discard(outcome.control)
                     self._later(self._acks.pop(outcome.control), Done(0, outcome.control))
-                case _:
-                    pass
+        if stands:
+            self._tell()
+
+    def _tell(self) -> None:
+        """The engine stands still: tell what live requests have made of this version."""
+        world = self._world
+        for request in sorted(self._cause):
+            made = self._engine.tokens(request)
+            n = made - self._told.get(request, 0)
+            if n:
+                self._told[request] = made
+                kv = self._stale.get(request, self.version)
+                by = self._cause[request]
+                world.post(Segment(world.clock.stamp, by, request, self.id, self.version, n, "install", kv))
 
     def _end(self, rollout: int, n: int, end: str) -> None:
         world = self._world
         by = self._cause.pop(rollout)
         have = self._have.pop(rollout) + n
+        n -= self._told.pop(rollout, 0)
+        version = self._old if self.version < 0 else self.version
+        kv = self._stale.pop(rollout, version)
         if end == "stop" and have >= world.scenario.shape.budget:
             end = "length"
         stamp = world.clock.stamp
-        world.post(Segment(stamp, by, rollout, self.id, self.version, n, end, self.version))  # type: ignore[arg-type]
+        world.post(Segment(stamp, by, rollout, self.id, version, n, end, kv))  # type: ignore[arg-type]
         self._left[by] -= 1
         if not self._left[by]:
             del self._left[by]

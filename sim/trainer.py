@@ -72,7 +72,7 @@ class Trainer:
         begun = {s: s.life for e in command.engines if (s := world.servers[e]).up}
         yield world.clock.wait(self._latency, "trainer")
         for s in _standing(begun):
-            s.version = -1
+            s.begin_update()
             world.post(Updating(world.clock.stamp, command.id, s.id, command.version))
         yield world.clock.wait(ps(costs.begin_s(command.transport)), "trainer")
         sizes = buckets(round(costs.version_gb * GB), command.bucket)
@@ -82,7 +82,7 @@ class Trainer:
             for s in _standing(begun):
                 world.post(Bucket(world.clock.stamp, command.id, s.id, index, size, duration // NANOSECOND))
         for s in _standing(begun):
-            s.version = command.version
+            s.end_update(command.version)
             world.post(Installed(world.clock.stamp, command.id, s.id, command.version, sum(sizes)))
         world.post(Done(world.clock.stamp, command.id))
 

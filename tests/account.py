@@ -58,6 +58,12 @@ class Account:
                     self.home[work.rollout] = event.id
             case Abort():
                 self.fates |= dict.fromkeys(event.rollouts, event.fate)
+            case Segment(end="install"):
+                assert self.home[event.rollout] == event.by
+                assert event.n > 0
+                self.tokens[event.rollout] += event.n
+                assert self.tokens[event.rollout] < self.due(event.rollout)
+                self.seen["lived through"] += 1
             case Segment():
                 assert self.home.pop(event.rollout) == event.by
                 self.tokens[event.rollout] += event.n

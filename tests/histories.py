@@ -93,6 +93,8 @@ def _runs() -> dict[str, tuple[Policy, list[str]]]:
         "ahead": (replace(areal, admit=Cap(eta=1), publish=EveryVersion(bucket_mb=4096)), small),
         "in order": (replace(areal, admit=Cap(eta=2), select=InOrder()), [*small, "shape.k=2"]),
         "restart": (replace(areal, admit=Cap(eta=1, C=3), publish=EveryVersion(fate="restart")), small),
+        "keep": (replace(areal, admit=Cap(eta=1, C=3), publish=EveryVersion(fate="keep")), small),
+        "retract": (replace(areal, admit=Cap(eta=1, C=3), publish=EveryVersion(fate="retract")), small),
         "surplus": (
             replace(areal, admit=Surplus(eta=2), expire=AgeBound(bound=0, requeue=True), route=LeastLoaded()),
             [*small, "workload.reject=0.2", "shape.steps=6"],

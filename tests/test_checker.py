@@ -334,6 +334,101 @@ def a_cache_that_was_not_flushed(bad: bool) -> History:
     return s.history
 
 
+@breaks("FLUSH")
+def a_flush_under_requests(bad: bool) -> History:
+    s = Script(steps=2, promises=Promises(partial="retract", flush=True)).begin()
+    lived(s)
+    s.events[-2] = replace(s.events[-2], recompute=not bad)
+    return s.history
+
+
+@breaks("LABEL")
+def a_new_request_on_kept_kv(bad: bool) -> History:
+    s = Script(steps=2, promises=Promises(partial="keep", flush=True)).begin()
+    lived(s, flush=False)
+    s.do(Resume, 0)
+    if bad:
+        s.admit(version=1, prompt=2)
+        s.send(2, prompt=2)
+    s.tokens(2 if bad else 1, n=3, version=1, kv=0)
+    return s.history
+
+
+@breaks("LABEL")
+def a_retracted_request_on_old_kv(bad: bool) -> History:
+    s = Script(steps=2, promises=Promises(partial="retract", flush=True)).begin()
+    lived(s)
+    s.do(Resume, 0)
+    s.tokens(1, n=3, version=1, kv=int(not bad))
+    return s.history
+
+
+@breaks("LABEL")
+def kv_that_grows_old_again(bad: bool) -> History:
+    s = Script(steps=3, promises=Promises(partial="keep", flush=True)).begin()
+    lived(s, flush=False)
+    s.do(Resume, 0)
+    s.train(2, s.make(version=1))
+    pause = s.ask(Pause, 0)
+    s.tokens(1, n=1, version=1, end="install", kv=1)  # it was preempted, and computed anew
+    s.fact(Done, pause)
+    s.install(2, 0, flush=False)
+    s.do(Resume, 0)
+    s.tokens(1, n=1, version=2, kv=int(not bad))
+    return s.history
+
+
+@breaks("PARTIAL")
+def a_request_that_lives_through_an_install_under_resume(bad: bool) -> History:
+    s = Script(steps=2, promises=Promises(partial="resume" if bad else "keep")).begin()
+    lived(s, flush=False)
+    return s.history
+
+
+@breaks("PAUSE")
+def a_request_that_lives_through_an_install_without_a_pause(bad: bool) -> History:
+    s = Script(promises=Promises(partial="keep")).begin()
+    s.admit()
+    s.send(0)
+    if not bad:
+        s.ask(Pause, 0)
+    s.tokens(0, end="install")
+    return s.history
+
+
+@breaks("PAUSE")
+def a_token_comes_home_from_a_pause(bad: bool) -> History:
+    s = Script(steps=2, promises=Promises(partial="keep")).begin()
+    lived(s, flush=False)
+    s.ask(Abort, 0, [1], "resume")
+    s.tokens(1, n=int(bad), version=1, end="abort")
+    return s.history
+
+
+@breaks("BUDGET")
+def tokens_that_a_dead_engine_had_told(bad: bool) -> History:
+    s = Script(engines=2, steps=2, promises=Promises(partial="keep")).begin()
+    lived(s, 0, 1, flush=False)
+    s.fact(Down, 0, "it died")
+    s.send(1, engine=1, prompt=1, have=3 * bad)
+    return s.history
+
+
+def lived(s: Script, *engines: int, flush: bool = True) -> None:
+    """Version 1 is installed while the second group's rollout is inside engine 0 with 3 tokens; it stands still."""
+    s.train(1, s.make())
+    s.admit()
+    s.send(1, prompt=1)
+    pauses = [s.ask(Pause, e) for e in engines or (0,)]
+    s.tokens(1, n=3, end="install")
+    for pause in pauses:
+        s.fact(Done, pause)
+    s.install(1, *(engines or (0,)), flush=False)
+    s.note(Publish(1, [*(engines or (0,))]))
+    if flush:
+        s.do(Flush, 0, True)
+
+
 @breaks("PAUSE")
 def a_rollout_finishes_under_a_pause(bad: bool) -> History:
     s = plain()
@@ -452,9 +547,11 @@ def a_token_amid_an_update(bad: bool) -> History:
     s.finish(1)
     s.note(Accept(1))
     s.train(1, 1)
-    id = s.ask(Transfer, 1, [0], "ipc", 10)
+    pause = s.ask(Pause, 0)
     if not bad:
         s.tokens(0, end="install")
+    s.fact(Done, pause)
+    id = s.ask(Transfer, 1, [0], "ipc", 10)
     s.fact(Updating, id, 0, 1)
     if bad:
         s.tokens(0)
@@ -992,8 +1089,9 @@ def test_a_request_may_live_through_an_update_on_its_own_kv() -> None:
     s.train(1, s.make())
     s.admit()
     s.send(1, prompt=1)
-    s.do(Pause, 0)
+    pause = s.ask(Pause, 0)
     s.tokens(1, n=3, end="install")
+    s.fact(Done, pause)
     s.install(1, 0, flush=False)
     s.note(Publish(1, [0]))
     s.do(Resume, 0)
@@ -1071,13 +1169,16 @@ def test_any_policy_keeps_its_promises(seed: int) -> None:
     """Slots put together by chance: whatever comes out, the checker and the policy agree about it."""
     pick = Random(seed).choice
     eta = pick([0, 1, 2, 4])
+    apart = [Disaggregated(), Disaggregated(trainers=2)]
+    place = pick([Colocated(), Colocated(sleep=1), Colocated(offload=()), *apart])
+    fate = pick(["drain", "resume", "restart", *(("retract", "keep") if place in apart else ())])
     policy = Policy(
         "any",
         pick([Cap(eta=eta), Cap(eta=eta, C=3), Surplus(eta=eta), Barrier()]),
         pick([InOrder(), InOrder(whole=True), OldestFinished(), FirstFinished()]),
         pick([Never(), AgeBound(bound=0, requeue=True), AgeBound(bound=1)]),
-        EveryVersion(fate=pick(["drain", "resume", "restart"]), flush=pick([True, False])),
-        pick([Colocated(), Colocated(sleep=1), Colocated(offload=()), Disaggregated(), Disaggregated(trainers=2)]),
+        EveryVersion(fate=fate, flush=fate == "retract" or pick([True, False])),  # type: ignore[arg-type]
+        place,
         pick([RoundRobin(), LeastLoaded()]),
     )
     changes = ["shape.steps=4", "shape.budget=300", f"shape.b={pick([1, 2, 5])}", f"shape.k={pick([1, 2])}"]

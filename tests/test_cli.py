@@ -496,11 +496,12 @@ DECISIONS: dict[str, list[str]] = {
             "return Install(1, [0], 'pigeon')",
             "return Install(1, [0], bucket=0)",
             "return Install(1, [0], fate='sell')",
+            "return Install(1, [0], fate='retract', flush=False)",
         ),
     ],
     "place": [
         *("raise StopIteration", "return None", "return [5]", "return [Move(99, 'trainer')]"),
-        *("return [Move([1], 'trainer')]", "return [Move(0, 'nobody')]"),
+        *("return [Move([1], 'trainer')]", "return [Move(0, 'nobody')]", "return [Move(0, 'trainer', fate='keep')]"),
     ],
     "route": [
         *("raise MemoryError", "return None", "return 99", "return -1", "return 'engine-0'", "return [0]"),

@@ -243,6 +243,49 @@ def test_drain_waits_for_what_runs_and_sends_nothing_new_meanwhile(hand: Hands) 
     assert not every(out, Abort) and not every(out, Flush)
 
 
+@pytest.mark.parametrize("fate", ["retract", "keep"])
+def test_requests_live_through_an_update_inside_their_engine(hand: Hands, fate: Any) -> None:
+    drive = hand(replace(AHEAD, publish=EveryVersion(fate=fate)), engines=2)
+    drive.begin()
+    out = drive.done(one(drive.finish(0), Train))
+    assert kinds(out) == ["Pause", "Pause"], "nothing is aborted, nor waited for"
+    assert drive.tokens(1, 3, "install") == []
+    assert drive.done(out[0]) == []
+    (transfer,) = drive.done(out[1])
+    out = drive.install(transfer)
+    if fate == "retract":
+        assert [(f.engine, f.recompute) for f in every(out, Flush)] == [(0, True), (1, True)]
+        out = drive.done(*out)
+    assert kinds(out) == ["Publish", "Resume", "Resume", "Admit", "Generate"], "only the new one is sent"
+    assert out[-1].work == [Work(2, 2)]
+    drive.tokens(1, 2)
+    assert [(s.version, s.n) for s in drive.ledger.rollouts[1].spans] == [(0, 3), (1, 2)]
+    assert drive.ledger.rollouts[1].interrupts == 0
+
+
+def test_what_is_told_again_of_an_install_is_ignored(hand: Hands) -> None:
+    drive = hand(replace(AHEAD, publish=EveryVersion(fate="keep")), engines=2)
+    drive.begin()
+    drive.done(one(drive.finish(0), Train))
+    for _ in range(2):
+        drive.tokens(1, 3, "install")
+    assert drive.ledger.rollouts[1].tokens == 3
+    assert drive.ledger.counters.ignored == 1
+
+
+def test_only_engines_that_lack_a_version_are_paused_with_requests_inside(hand: Hands) -> None:
+    class Again(EveryVersion, frozen=True):
+        def decide(self, state: None, ledger: Ledger) -> Install | None:
+            update = super().decide(state, ledger)
+            return update and replace(update, engines=[0, 1])
+
+    drive = hand(replace(AHEAD, publish=Again(fate="keep")), engines=2)
+    drive.begin()
+    drive.ledger.engines[1].installed = -1
+    with pytest.raises(PolicyError, match=r"fate keep on engines \[0\], which hold that version already"):
+        drive.finish(0)
+
+
 def test_nothing_is_in_flight_at_a_publish_without_running_ahead(hand: Hands) -> None:
     """η = 0 with static B: the abort and resume of an update have nothing to do."""
     drive = hand(areal_async(), b=2, engines=2)
@@ -465,14 +508,15 @@ def update_once(drive: Any, out: list[Any]) -> list[Any]:
 # ---- engines that go down
 
 
-def test_what_a_dead_engine_had_starts_again_elsewhere_from_its_last_recorded_token(hand: Hands) -> None:
+def test_what_a_dead_engine_had_starts_again_elsewhere_from_the_tokens_it_was_sent_with(hand: Hands) -> None:
     drive = hand(AHEAD, engines=2)
     drive.begin()
     drive.tokens(1, 3, "install")
+    assert drive.ledger.rollouts[1].tokens == 3
     assert (lost := drive.home[1]).engine == 1
     out = drive.tell(Down, 1, "it died")
     assert kinds(out) == ["Generate"] and out[0].engine == 0
-    assert out[0].work == [Work(1, 1, 0, 0, 3)]
+    assert out[0].work == [Work(1, 1, 0, 0, 0)]
     assert lost.id not in drive.ledger.open, "its command is answered by the Down"
     assert drive.ledger.rollouts[1].cause == "retry"
     assert drive.ledger.serving() == [0]

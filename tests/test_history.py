@@ -73,7 +73,7 @@ BARE: list[Any] = [
 FULL: list[Any] = [
     *(Scored(2, 0, -1.5, {"format": 0.25}, False), Trained(4, 2, 1, 4, {"loss": 1e-9}), Bucket(6, 3, 0, 0, 10, 7)),
     *(Installed(7, 3, 0, 1, 10, False), Done(9, 3, False, "out of memory"), Down(11, 2, "it died"), Stop(13, "enough")),
-    *(Generate(1, 0, [Work(5, 4, 3, 2, 1), Work(6, 4)]), Abort(2, 1, [5, 6], "cancel")),
+    *(Generate(1, 0, [Work(5, 4, 3, 2, 1), Work(6, 4)]), Abort(2, 1, [5, 6], "cancel"), Flush(5, 1, True)),
     *(Admit(7, 6, 5, 2, 3, 21, 4, ["long", "hard"], "eval"), Drop(0, "old", True), Cancel(0, "old", True)),
     End(12, 13, False, "stalled"),
 ]

@@ -14,8 +14,8 @@ import pytest
 from msgspec.structs import fields, replace
 
 from rlsched.checker import INVARIANTS
-from rlsched.commands import Command, Flush, Generate, Timer, Train
-from rlsched.facts import Bucket, Down, Fact, Resident, Segment
+from rlsched.commands import Command, Flush, Generate, Pause, Timer, Train
+from rlsched.facts import Bucket, Down, Fact, Installed, Resident, Segment
 from rlsched.notes import Accept, Admit, Cancel, Drop, Reject
 
 from .histories import KINDS, History, histories, report
@@ -29,9 +29,11 @@ SEEN: dict[tuple[str, str], str] = {
     ("any command", "removed"): "CAUSE",
     ("any command", "id: another"): "CAUSE",
     ("Begin", "removed"): "CAUSE",
-    ("Segment", "removed"): "CONS",
+    ("Segment", "removed, of one that came back"): "CONS",
+    ("Segment", "removed, at an install, of tokens that are trained"): "GROUP",
     ("Segment", "by: another"): "CAUSE",
-    ("Segment", "rollout: another"): "CONS, CAUSE",
+    ("Segment", "rollout: another, of one that came back"): "CONS, CAUSE",
+    ("Segment", "rollout: another, at an install, of tokens that are trained"): "CONS, CAUSE, GROUP",
     ("Segment", "engine: another"): "CAUSE",
     ("Segment", "version: another, with tokens"): "LABEL",
     ("Segment", "n: lowered, of tokens that are trained"): "GROUP, BUDGET, PARTIAL",
@@ -39,8 +41,11 @@ SEEN: dict[tuple[str, str], str] = {
     ("Segment", "end: abort, of one that finished"): "ABORT, CONS",
     ("Segment", "end: stop, of a rollout that goes on"): "CONS",
     ("Segment", "end: error, of a trained rollout"): "CONS, GROUP",
-    ("Segment", "end: install"): "CONS",
-    ("Segment", "kv_from: another, with tokens"): "LABEL",
+    ("Segment", "end: install, of one that came back"): "CONS, PARTIAL, PAUSE",
+    ("Segment", "end: stop, at an install"): "CONS",
+    ("Segment", "kv_from: another, unless under keep"): "LABEL",
+    ("Segment", "kv_from: newer than its tokens"): "LABEL",
+    ("Segment", "kv_from: older than its request, under keep"): "LABEL",
     ("Scored", "removed, of an accepted group"): "GROUP",
     ("Scored", "rollout: another, of an accepted group"): "GROUP",
     ("Scored", "keep: flipped, of an accepted group"): "GROUP",
@@ -104,6 +109,7 @@ SEEN: dict[tuple[str, str], str] = {
     ("Pause", "engine: another"): "PAUSE, CAUSE",
     ("Resume", "engine: another"): "PAUSE, CAUSE",
     ("Flush", "engine: another, unless the engine's last"): "FLUSH",
+    ("Flush", "recompute: cleared, under requests"): "FLUSH",
     ("Sleep", "engine: another"): "CAUSE",
     ("Sleep", "level: raised"): "MEM, WEIGHTS",
     ("Wake", "engine: another"): "CAUSE",
@@ -163,6 +169,10 @@ UNSEEN: dict[tuple[str, str], str] = {
     ("Segment", "n: raised, of one that finished within the budget"): "Nothing else says how much an engine made. The"
     " trainer may count fewer tokens (masks), so that only more than there are is a fault.",
     ("Segment", "end: length, of one that stopped"): "Why a rollout finished is the engine's word; either finishes it.",
+    (
+        "Segment",
+        "kv_from: newer, of one that stands on older KV",
+    ): "It may have been computed anew, for want of blocks.",
     ("Segment", "end: stop, of a rollout that is over"): "A rollout that nobody waits for may as well have finished.",
     ("Scored", "reward: another"): "A number of the grader's; no schedule depends on it.",
     ("Scored", "parts: another"): "As the reward.",
@@ -195,6 +205,7 @@ UNSEEN: dict[tuple[str, str], str] = {
     ("Transfer", "bucket: raised"): "Smaller buckets than were asked for are no fault.",
     ("Timer", "at: lowered"): "A timer may ring late.",
     ("Flush", "engine: the other that serves, the engine's last"): "No token came after it.",
+    ("Flush", "recompute: set, of an empty engine"): "Nobody is there to compute anything anew.",
     ("Scored", "removed, of a group given up"): "A group that was given up did not need its scores.",
     ("Admit", "need_n: lowered, of a group given up"): "A group that was given up never had to be whole.",
     ("Admit", "launch_n: raised, the last"): "The surplus never came to be used, and no later id shows it.",
@@ -246,6 +257,28 @@ class Place:
         ends = (e for e in self.events[: self.at] if isinstance(e, Accept | Reject | Drop | Cancel))
         return not any(e.group == self.group(rollout) for e in ends)
 
+    def live(self) -> set[int]:
+        """Rollouts inside the engine of this event."""
+        found: set[int] = set()
+        for event in self.events[: self.at]:
+            if isinstance(event, Generate) and event.engine == self.event.engine:
+                found |= {work.rollout for work in event.work}
+            elif isinstance(event, Segment) and event.end != "install":
+                found.discard(event.rollout)
+        return found
+
+    def stood_on(self) -> bool:
+        """Whether any of them has told of tokens since its request was sent, which is since the last pause."""
+        pause = max((i for i, e in enumerate(self.events[: self.at]) if isinstance(e, Pause)), default=self.at)
+        told = {e.rollout for e in self.events[pause : self.at] if isinstance(e, Segment) and e.end == "install"}
+        return bool(told & self.live())
+
+    def sent_under(self) -> int:
+        """The version that was installed on the engine when this segment's request was sent."""
+        sent = next(i for i, e in enumerate(self.events) if getattr(e, "id", 0) == self.event.by)
+        held = [e for e in self.events[:sent] if isinstance(e, Installed) and e.engine == self.event.engine]
+        return held[-1].version
+
     def answered(self) -> Command:
         return next(c for c in self.all(Command) if c.id == self.event.cmd)
 
@@ -272,6 +305,14 @@ class Place:
 
 WHERE: dict[str, Callable[[Place], bool]] = {
     "with tokens": lambda p: p.event.n > 0,
+    "of one that came back": lambda p: p.event.end != "install",
+    "at an install": lambda p: p.event.end == "install",
+    "at an install, of tokens that are trained": lambda p: p.event.end == "install" and p.trained(p.event.rollout),
+    "unless under keep": lambda p: p.event.n > 0 and p.manifest.promises.partial != "keep",
+    "under keep": lambda p: p.event.n > 0 and p.manifest.promises.partial == "keep",
+    "of one that stands on older KV": lambda p: p.event.n > 0 and p.event.kv_from < p.event.version,
+    "under requests": lambda p: p.stood_on(),
+    "of an empty engine": lambda p: not p.live(),
     "of tokens that are trained": lambda p: p.event.n > 0 and p.trained(p.event.rollout) and not p.thrown_away(),
     "of a trained rollout": lambda p: p.event.n > 0 and p.trained(p.event.rollout),
     "of one that finished": lambda p: p.event.end in ("stop", "length"),
@@ -326,6 +367,11 @@ HOW: dict[str, Callable[[Place, Any], Any]] = {
     "smaller than one that came": lambda p, v: max(b.bytes for b in p.after(Bucket) if b.by == p.event.id) - 1,
     "flipped": lambda p, v: not v,
     "negative": lambda p, v: -1,
+    "newer than its tokens": lambda p, v: p.event.version + (p.event.n > 0),
+    "newer": lambda p, v: p.event.version,
+    "older than its request": lambda p, v: p.sent_under() - 1,
+    "cleared": lambda p, v: False,
+    "set": lambda p, v: True,
     "raised by the budget": lambda p, v: v + p.manifest.shape.budget + 1,
     "raised to a terabyte": lambda p, v: 10**12,
     "one left out": lambda p, v: v[1:],

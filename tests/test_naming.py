@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from rlsched.controller import Controller
+from rlsched.decisions import Move
 from rlsched.errors import InputError
 from rlsched.naming import PolicySpec, SlotSpec, build, parse, spec
 from rlsched.policy import SLOTS, areal_async, presets, replace, verl_hybrid
@@ -125,6 +126,19 @@ def test_settings_add_up_in_their_order() -> None:
     policy = parse("areal-async,admit.eta=1,admit.C=4,publish.fate=restart,publish.flush=false,admit.eta=2")
     assert policy.admit == Cap(eta=2, C=4)
     assert policy.publish == EveryVersion(fate="restart", flush=False)
+
+
+def test_fates_that_can_not_work_are_one_line() -> None:
+    words = "publish.fate is retract, which flushes: leave publish.flush true, or choose keep"
+    with pytest.raises(InputError, match=words):
+        parse("areal-async,publish.fate=retract,publish.flush=false")
+    for fate in ("retract", "keep"):
+        policy = parse(f"verl-hybrid,publish.fate={fate}")
+        with pytest.raises(InputError, match=rf"publish.fate is {fate}, but place \(Colocated\) lets nothing run"):
+            policy.promises(Shape())
+        assert parse(f"areal-async,publish.fate={fate}").promises(Shape()).partial == fate
+    with pytest.raises(InputError, match="a Move's fate is 'keep': an engine that gives its device away keeps no req"):
+        Move(0, "trainer", fate="keep")  # type: ignore[arg-type]
 
 
 def test_common_settings_come_after_own_ones_and_stay_out_of_the_name() -> None:

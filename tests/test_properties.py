@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from rlsched.commands import Abort, Generate, Train
-from rlsched.facts import Segment
+from rlsched.facts import Installed, Segment
 from rlsched.history import Event
 from rlsched.notes import Accept, Admit, Cancel, Drop, Publish, Reject
 from rlsched.policy import Policy, areal_async, verl_hybrid
@@ -290,8 +290,12 @@ def test_verl_hybrid_is_on_policy_and_quiet() -> None:
 # ---- P4: which versions a rollout is made of
 
 
-@pytest.mark.parametrize("fate", ["resume", "restart", "drain"])
-def test_only_a_resumed_rollout_is_of_several_versions(fate: str) -> None:
+SEVERAL = ("resume", "retract", "keep")
+"""Fates under which a rollout may be of several versions."""
+
+
+@pytest.mark.parametrize("fate", ["resume", "restart", "drain", "retract", "keep"])
+def test_which_rollouts_are_of_several_versions_and_on_which_kv(fate: str) -> None:
     seen = Tally()
     drawn = policies(
         admit=caps(st.integers(1, 2), st.integers(4, 16)),
@@ -306,11 +310,41 @@ def test_only_a_resumed_rollout_is_of_several_versions(fate: str) -> None:
         assert_clean(history)
         samples = [s for batch in batches(history.events) for g in batch.groups for s in g.samples.values()]
         mixed = sum(len(tokens) > 1 for tokens in samples)
-        assert fate == "resume" or not mixed
+        assert fate in SEVERAL or not mixed
+        through = [e for e in history.events if isinstance(e, Segment) and e.end == "install"]
+        older = [e for e in history.events if isinstance(e, Segment) and e.n and e.kv_from < e.version]
+        assert fate in ("retract", "keep") or not through
+        assert fate == "keep" or not older
+        assert {(e.rollout, e.by) for e in older} <= {(e.rollout, e.by) for e in begun(history.events)}
         seen.add(
             mixed=mixed > 0,
+            through=bool(through),
+            older=bool(older),
             interrupted=any(isinstance(e, Segment) and e.end == "abort" and e.n > 0 for e in history.events),
         )
 
     holds()
-    seen.demand(**{"resume": {"mixed": 0.2}, "restart": {"interrupted": 0.3}, "drain": {"interrupted": 0.1}}[fate])
+    demands: dict[str, dict[str, float]] = {
+        "resume": {"mixed": 0.2},
+        "restart": {"interrupted": 0.3},
+        "drain": {"interrupted": 0.1},
+        "retract": {"mixed": 0.2, "through": 0.3},
+        "keep": {"mixed": 0.2, "through": 0.3, "older": 0.2},
+    }
+    seen.demand(**demands[fate])
+
+
+def begun(events: Iterable[Event]) -> Iterator[Segment]:
+    """A segment for each request that was inside an engine, sent before, when a version was installed there."""
+    inside: dict[int, dict[int, int]] = {}
+    for event in events:
+        match event:
+            case Generate():
+                inside.setdefault(event.engine, {}).update({work.rollout: event.id for work in event.work})
+            case Segment() if event.end != "install":
+                inside[event.engine].pop(event.rollout)
+            case Installed():
+                for rollout, by in inside.get(event.engine, {}).items():
+                    yield Segment(event.t, by, rollout, event.engine, event.version, 0, "install", 0)
+            case _:
+                pass

@@ -45,7 +45,7 @@ def turns(events: Iterable[Event]) -> Iterator[tuple[AnyFact, list[Event]]]:
 
 def ahead() -> st.SearchStrategy[Policy]:
     """Policies that run ahead and interrupt: whose rollouts are in every state."""
-    fates = st.sampled_from(("resume", "restart"))
+    fates = st.sampled_from(("resume", "restart", "retract", "keep"))
     return policies(
         admit=st.builds(Cap, st.integers(1, 3), st.integers(4, 16)),
         publish=st.builds(EveryVersion, fate=fates),

@@ -29,6 +29,8 @@ POLICIES = (
     "areal-async,admit.eta=2,expire=AgeBound,expire.bound=0,expire.requeue=true,select=FirstFinished,route=LeastLoaded",
     "areal-async,admit.eta=1,publish.fate=restart",
     "areal-async,admit.eta=1,publish.fate=drain",
+    "areal-async,admit.eta=1,publish.fate=retract",
+    "areal-async,admit.eta=1,publish.fate=keep",
 )
 
 

@@ -33,6 +33,21 @@ def test_bad_settings_are_one_line_that_names_the_file(tmp_path: Path, text: str
         assert str(path) in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "table",
+    [
+        *("task", "engine", "engine.model", "engine.pace", "engine.pace.step", "engine.pace.wake"),
+        *("trainer", "trainer.model", "trainer.pace", "trainer.pace.update"),
+    ],
+)
+def test_an_unknown_field_of_a_run_is_one_line_that_names_file_and_table(tmp_path: Path, table: str) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(f"[{table}]\nspeling = 1\n")
+    with pytest.raises(InputError) as error:
+        load_setup(path)
+    assert str(error.value) == f"{path}: Object contains unknown field `speling` - at `$.{table}`"
+
+
 def test_steps_and_engine_are_changed_where_they_are_given(tmp_path: Path) -> None:
     found = load_setup(None, 7, "vllm")
     assert (found.shape.steps, found.engine_kind) == (7, "vllm")

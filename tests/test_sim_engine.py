@@ -8,7 +8,19 @@ from hypothesis import strategies as st
 
 from rlsched.sim.batching import Limits
 from rlsched.sim.costs import StepCosts, step_time, steps_within, stretch_time
-from rlsched.sim.engine import Abort, Aborted, Acked, Engine, Finished, Outcome, Pause, Preempted, Request, Resume
+from rlsched.sim.engine import (
+    Abort,
+    Aborted,
+    Acked,
+    Engine,
+    Finished,
+    Outcome,
+    Pause,
+    Preempted,
+    Request,
+    Resume,
+    Retract,
+)
 from rlsched.sim.kv import BlockPool, blocks_of
 
 from .twin import Arrival, Event, Shares, Spec, Twin, ample_specs, scripts, tight_specs
@@ -44,7 +56,9 @@ def arrive(engine: Engine, arrival: Arrival) -> None:
     elif kind == "abort":
         engine.control(t, Abort(first, rest[0]))
     elif kind == "pause":
-        engine.control(t, Pause(first, rest[0]))
+        engine.control(t, Pause(first))
+    elif kind == "retract":
+        engine.control(t, Retract(first))
     else:
         engine.control(t, Resume(first))
 
@@ -297,23 +311,24 @@ def test_an_abort_spares_what_is_submitted_after_it() -> None:
 
 def test_a_pause_keeps_kv_and_the_rest_goes_on() -> None:
     engine = build(spec(prompt=1))
-    script = [(0, "submit", 0, 5, 0, 3), (12, "pause", 1, False), (100, "resume", 2)]
+    script = [(0, "submit", 0, 5, 0, 3), (12, "pause", 1), (100, "resume", 2)]
     assert drive(engine, script) == [(15, "acked", 1, 0), (100, "acked", 2, 0), (120, "finished", 0, 3)]
     assert (engine.busy, engine.counters.prompt_tokens) == (35, 5)
 
 
-def test_a_retracting_pause_drops_kv_and_keeps_order() -> None:
+def test_a_retraction_drops_kv_and_keeps_order() -> None:
     # At 20 ps each has one token of prompt and two new ones; both are prefilled again in the step from 100.
     engine = build(spec(prompt=1))
     script = [
         *[(0, "submit", i, 1, 0, 3) for i in range(2)],
         (15, "submit", 2, 1, 0, 1),
-        (15, "pause", 1, True),
+        (15, "pause", 1),
+        (60, "retract", 3),
         (100, "resume", 2),
     ]
     log = drive(engine, script)
-    assert log[:3] == [(22, "preempted", 1, 2), (22, "preempted", 0, 2), (22, "acked", 1, 0)]
-    assert log[3:] == [
+    assert log[:4] == [(22, "acked", 1, 0), (60, "preempted", 1, 2), (60, "preempted", 0, 2), (60, "acked", 3, 0)]
+    assert log[4:] == [
         (100, "acked", 2, 0),
         *[(100 + 10 + 3 + 3 + 1, "finished", i, n) for i, n in [(0, 3), (1, 3), (2, 1)]],
     ]

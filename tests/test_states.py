@@ -29,6 +29,7 @@ from rlsched.shape import Shape
 from rlsched.sim.scenario import Scenario, load
 from rlsched.slots.admit import Barrier, Cap
 from rlsched.slots.place import Disaggregated
+from rlsched.slots.publish import EveryVersion
 from rlsched.states import Cycle, Fold, Step, pick, states
 from rlsched.testing import Tally, assert_clean, policies, run, scenarios, seeds
 
@@ -208,13 +209,19 @@ def test_the_claims_of_any_cycle_are_in_its_history() -> None:
     seen = Tally()
     begins = {"dispatch": Generate, "accept": Accept, "sleep": Done, "train": Train, "pause": Done, "wake": Done}
 
-    @examples(120)
-    @given(scenarios(), policies(), seeds())
+    inside = policies(
+        admit=st.builds(Cap, st.integers(1, 2), st.integers(4, 16)),
+        publish=st.sampled_from((EveryVersion(fate="keep"), EveryVersion(fate="retract"))),
+        place=st.just(Disaggregated()),
+    )
+
+    @examples(180)
+    @given(scenarios(), policies() | policies() | inside, seeds())
     def holds(scenario: Scenario, policy: Policy, seed: int) -> None:
         found = run(scenario, policy, seed)
         cycles = states(found.manifest, found.events)
         assert [c.version for c in cycles] == [*range(1, scenario.shape.steps + 1)]
-        aborted = recount(found.events)
+        aborted, within = recount(found.events)
         for cycle in cycles:
             lines = [s.line for s in cycle.steps]
             assert lines == sorted(lines)
@@ -232,16 +239,23 @@ def test_the_claims_of_any_cycle_are_in_its_history() -> None:
             assert ("aborted" in text) <= cycle.interrupted
             assert ("resumed" in text or "restarted" in text) <= cycle.resent
             mixed = any("mix" in s.state.staleness for s in cycle.steps)
-            assert mixed <= (getattr(policy.publish, "fate", "") == "resume")
-            seen.add(interrupted=cycle.interrupted, resent=cycle.resent, mixed=mixed, slept="sleep" in kinds)
+            fate = getattr(policy.publish, "fate", "")
+            assert mixed <= (fate in ("resume", "retract", "keep"))
+            assert cycle.within == (cycle.version in within)
+            assert cycle.within <= mixed
+            assert ("requests kept" in text.replace("running requests kept", "")) <= (fate == "keep" and cycle.within)
+            assert ("retracted" in text) <= (fate == "retract" and cycle.within)
+            slept = "sleep" in kinds
+            seen.add(interrupted=cycle.interrupted, resent=cycle.resent, mixed=mixed, slept=slept, within=cycle.within)
 
     holds()
-    seen.demand(interrupted=0.1, resent=0.1, mixed=0.03, slept=0.1)
+    seen.demand(interrupted=0.1, resent=0.07, mixed=0.1, slept=0.03, within=0.04)
 
 
-def recount(events: Iterable[Event]) -> set[int]:
-    """Versions whose update made rollouts come back: ids between the end of training and the next one's beginning."""
-    trained, named, found = 0, set[int](), set[int]()
+def recount(events: Iterable[Event]) -> tuple[set[int], set[int]]:
+    """Versions whose update made rollouts come back, ids between the end of training and the next one's beginning;
+    and those through whose update requests lived."""
+    trained, named, found, within = 0, set[int](), set[int](), set[int]()
     training: dict[int, Train] = {}
     for event in events:
         match event:
@@ -253,9 +267,11 @@ def recount(events: Iterable[Event]) -> set[int]:
                 named |= {*event.rollouts}
             case Segment() if event.end == "abort" and event.rollout in named:
                 found.add(trained)
+            case Segment() if event.end == "install":
+                within.add(trained)
             case _:
                 pass
-    return found
+    return found, within
 
 
 def test_a_prefix_shows_what_was_reached() -> None:
@@ -291,6 +307,14 @@ def test_the_cycle_that_shows_the_most_is_picked() -> None:
 
 # ---- variants of the policies
 
+MIXED = "one trajectory can mix v and v+1"
+
+
+def inside(how: str) -> list[str]:
+    """What engines hold in the steps of a cycle whose update requests live through."""
+    kept = "running requests kept"
+    return [AWAKE] * 3 + [f"paused, {kept}", f"weights v+1, {kept}", f"weights v+1, requests {how}"]
+
 
 @pytest.mark.parametrize(
     ("policy", "label", "expected"),
@@ -305,6 +329,12 @@ def test_the_cycle_that_shows_the_most_is_picked() -> None:
             [*(row[2] for row in AREAL[:5]), "weights v+1, requests restarted"],
         ),
         ("areal-async,admit.eta=1,publish.fate=restart", "staleness", ["admission cap, η = 1"] * 6),
+        ("areal-async,admit.eta=1,publish.fate=keep", "engine", inside("kept")),
+        ("areal-async,admit.eta=1,publish.fate=retract", "engine", inside("retracted")),
+        *(
+            (f"areal-async,admit.eta=1,publish.fate={fate}", "staleness", ["admission cap, η = 1"] * 4 + [MIXED] * 2)
+            for fate in ("keep", "retract")
+        ),
         ("areal-async,admit.eta=2,expire=AgeBound,expire.bound=1", "staleness", ["admission cap, η = 2, age ≤ 1"] * 5),
         (
             "areal-async,admit.eta=1,publish.rolling=true",

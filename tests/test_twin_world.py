@@ -57,6 +57,8 @@ def test_a_world_can_not_tell_the_engine_from_its_twin() -> None:
             crashed=any(isinstance(e, Down) for e in events),
             together=together([e for e in events if isinstance(e, Segment)]),
             preempted=twins.total("preemptions") > 0,
+            kept=any(e.end == "install" for e in events if isinstance(e, Segment)) and policy.publish.fate == "keep",
+            retracted=twins.total("retractions") > 0,
             aborted_midstep=twins.total("midstep_aborts") > 0,
             tied=twins.total("ties") > 0,
             silent=sum(twin.silent for twin in twins.made) > len(lines) / 4,
@@ -64,3 +66,4 @@ def test_a_world_can_not_tell_the_engine_from_its_twin() -> None:
 
     holds()
     seen.demand(crashed=0.3, together=0.12, preempted=0.05, aborted_midstep=0.1, tied=0.06, silent=0.35)
+    seen.demand(kept=0.1, retracted=0.05)

@@ -100,6 +100,16 @@ def sizes(group: Trained) -> list[int]:
     return sorted(sum(tokens.values()) for tokens in group.samples.values())
 
 
+def lived(history: Run) -> bool:
+    """Requests lived through an update, and none was aborted for it."""
+    return stood_on(history) and any(e.end == "install" for e in of(history, Segment))
+
+
+def fresh(history: Run) -> bool:
+    """All tokens stand on KV of their own version."""
+    return all(e.kv_from == e.version for e in of(history, Segment))
+
+
 def stood_on(history: Run, *fates: str) -> bool:
     """Beside cancellation, exactly these fates befell requests."""
     found = {e.fate for e in of(history, Abort)} - {"cancel"}
@@ -126,6 +136,8 @@ WORLDS: dict[str, tuple[Policy, Callable[[Run], bool]]] = {
     "resume": (eager(), lambda h: stood_on(h, "resume") and any(w.have for g in of(h, Generate) for w in g.work)),
     "restart": (replace(eager(), publish=EveryVersion(fate="restart")), lambda h: stood_on(h, "restart")),
     "drain": (replace(eager(), publish=EveryVersion(fate="drain")), stood_on),
+    "retract": (replace(eager(), publish=EveryVersion(fate="retract")), lambda h: lived(h) and fresh(h)),
+    "keep": (replace(eager(), publish=EveryVersion(fate="keep")), lambda h: lived(h) and not fresh(h)),
     "sleep level 1": (hybrid(1), lambda h: {s.level for s in of(h, Sleep)} == {1}),
     "sleep level 2": (hybrid(2), lambda h: {s.level for s in of(h, Sleep)} == {2}),
     "unflushed": (replace(eager(), publish=EveryVersion(flush=False)), lambda h: not of(h, Flush)),

@@ -6,7 +6,8 @@ last event. Random engines and scripts for both stand at the end. A script is a 
 
 * ``(t, "submit", id, prompt, prior, remaining)``
 * ``(t, "abort", control, ids or None)``
-* ``(t, "pause", control, retract)``
+* ``(t, "pause", control)``
+* ``(t, "retract", control)``
 * ``(t, "resume", control)``
 
 and a log a list of ``(t, kind, id or control, tokens)`` with the kinds "finished", "aborted", "preempted" and "acked".
@@ -106,7 +107,8 @@ class Twin:
                 self.midstep_aborts += t < self.now
         elif kind == "pause":
             self.paused = True
-            while details[1] and self.running:
+        elif kind == "retract":
+            while self.running:
                 self.put_back_newest()
                 self.retractions += 1
         elif kind == "resume":
@@ -248,7 +250,9 @@ def scripts(draw: st.DrawFn, spec: Spec, longest: int, gaps: st.SearchStrategy[i
             some = st.lists(st.integers(0, submitted), min_size=1, max_size=3).map(tuple)
             script.append((t, kind, control, draw(some | some | st.none())))
         elif kind == "pause":
-            script.append((t, kind, control, draw(st.booleans())))
+            for part in draw(st.sampled_from((("pause",), ("pause", "retract"), ("retract",)))):
+                script.append((t, part, control))
+                t += draw(st.integers(0, 1)) * draw(gaps)
         else:
             script.append((t, kind, control))
     if draw(st.integers(0, 3)):

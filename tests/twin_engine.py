@@ -6,7 +6,7 @@ rlsched's only where something changes: that the histories are alike shows that 
 
 from rlsched.sim.batching import Limits
 from rlsched.sim.costs import StepCosts
-from rlsched.sim.engine import Abort, Aborted, Acked, Control, Finished, Outcome, Pause, Preempted, Request
+from rlsched.sim.engine import Abort, Aborted, Acked, Control, Finished, Outcome, Pause, Preempted, Request, Retract
 
 from .twin import Arrival, Event, Spec, Twin
 
@@ -40,12 +40,14 @@ class TwinEngine:
         self._arrive((t, "submit", request.id, request.prompt, request.prior, request.remaining))
 
     def control(self, t: int, control: Control) -> None:
-        """Takes an abort, a pause or a resume."""
+        """Takes an abort, a pause, a retraction or a resume."""
         match control:
             case Abort():
                 self._arrive((t, "abort", control.control, control.ids))
             case Pause():
-                self._arrive((t, "pause", control.control, control.retract))
+                self._arrive((t, "pause", control.control))
+            case Retract():
+                self._arrive((t, "retract", control.control))
             case _:
                 self._arrive((t, "resume", control.control))
 
@@ -69,6 +71,16 @@ class TwinEngine:
             twin.take_step(plan)
             self.next_t = twin.now
         return outcomes
+
+    @property
+    def running(self) -> tuple[int, ...]:
+        """Ids of the running requests."""
+        return tuple(job.id for job in self.twin.running)
+
+    def tokens(self, request: int) -> int:
+        """New tokens of a request inside. Exact while no step is in progress, as in a pause."""
+        assert not self._stepping
+        return next(job.new for job in (*self.twin.running, *self.twin.waiting) if job.id == request)
 
     def drop_kv(self) -> None:
         """Gives up the KV memory, on which nothing may stand."""

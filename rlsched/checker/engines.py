@@ -39,10 +39,17 @@ def flush(state: State, order: Order, event: Flush) -> None:
 
 
 def flushed(state: State, order: Order, event: Flush, done: Seen) -> None:
-    """A Flush was answered: unless it was refused, the cache is empty."""
+    """A Flush was answered: unless it was refused, the cache is empty and nobody stands on it."""
     engine = state.engines.get(event.engine)
-    if engine is not None:
-        engine.stale = None
+    if engine is None:
+        return
+    engine.stale = None
+    for r in engine.live:
+        rollout = state.rollouts[r]
+        if rollout.standing is not None and not event.recompute:
+            text = f"engine {engine.id} was flushed while rollout {r} stood on KV, which is to be refused"
+            state.broken("FLUSH", text, rollout.standing, done)
+        rollout.standing = None
 
 
 def down(state: State, line: int, event: Down) -> None:

@@ -4,7 +4,13 @@ from ..commands import Abort, Generate, Work
 from ..facts import Scored, Segment
 from .causes import about, cause
 from .report import Seen
-from .state import Engine, Order, Rollout, State
+from .state import Engine, Kept, Order, Rollout, State
+
+KEEPS = ("resume", "retract", "keep")
+"""Fates that keep the tokens of what was running."""
+
+WITHIN = ("retract", "keep")
+"""Fates that leave it inside the engine."""
 
 
 def generate(state: State, order: Order, event: Generate) -> None:
@@ -43,11 +49,12 @@ def segment(state: State, line: int, event: Segment) -> None:
     elif event.n < 0:
         state.broken("BUDGET", f"rollout {rollout.id} made {event.n} tokens", Seen(line, event))
     if event.end == "install":
+        _through(state, Seen(line, event), engine, rollout)
         return
     engine.live.discard(rollout.id)
     state.live.discard(rollout.id)
     request.left.discard(rollout.id)
-    rollout.order = None
+    rollout.order = rollout.standing = None
     _ending(state, line, event, rollout)
     if rollout.group.state == "over":
         del state.rollouts[rollout.id]
@@ -63,7 +70,7 @@ def generated(state: State, order: Order, event: Generate, done: Seen) -> None:
 def abort(state: State, order: Order, event: Abort) -> None:
     """Rollouts are called back."""
     about(state, order, event.engine)
-    if event.fate == "restart" and state.manifest.promises.partial == "resume":
+    if event.fate == "restart" and state.manifest.promises.partial in KEEPS:
         state.broken("PARTIAL", f"command {event.id} throws tokens away, which the policy promised to keep", order.seen)
     for r in event.rollouts:
         rollout = state.rollouts.get(r)
@@ -114,10 +121,14 @@ def scored(state: State, line: int, event: Scored) -> None:
 
 
 def lost(state: State, engine: Engine) -> None:
-    """An engine is down: what was inside is to be sent again, from its last reported token."""
+    """An engine is down: what was inside is to be sent again, with the tokens that were sent before."""
     for r in engine.live:
         rollout = state.rollouts[r]
         rollout.order, rollout.aborts, rollout.state = None, [], "waiting"
+        if rollout.sent is not None:
+            had, rollout.standing = rollout.sent, None
+            rollout.tokens, rollout.low, rollout.high = had.tokens, had.low, had.high
+            rollout.oldest, rollout.newest = had.oldest, had.newest
         state.live.discard(r)
         if rollout.group.state == "over":
             del state.rollouts[r]
@@ -137,7 +148,7 @@ def _dispatch(state: State, order: Order, engine: Engine, rollout: Rollout, work
         )
         state.broken("CONS", text, group.admit, order.seen)
     if work.have != rollout.tokens:
-        lost = state.manifest.promises.partial == "resume" and work.have < rollout.tokens
+        lost = state.manifest.promises.partial in KEEPS and work.have < rollout.tokens
         text = f"rollout {rollout.id} was dispatched with {work.have} tokens, it has {rollout.tokens}"
         state.broken("PARTIAL" if lost else "BUDGET", text, rollout.newest, order.seen)
     if work.have > shape.budget:
@@ -153,6 +164,8 @@ def _dispatch(state: State, order: Order, engine: Engine, rollout: Rollout, work
             state.broken("SYNC", text, making.trainings[0], order.seen)
         state.live.add(rollout.id)
     rollout.state, rollout.order, rollout.engine = "live", order, engine.id
+    rollout.sent = Kept(rollout.tokens, rollout.oldest, rollout.newest, rollout.low, rollout.high)
+    rollout.kv = engine.version
     engine.live.add(rollout.id)
     order.left.add(rollout.id)
 
@@ -171,17 +184,15 @@ def _tokens(state: State, line: int, event: Segment, engine: Engine, rollout: Ro
         truth = f"{engine.version} is installed" if engine.version >= 0 else "none is installed"
         text = f"tokens of version {version} on engine {engine.id}, where {truth}"
         state.broken("LABEL", text, engine.installed, seen)
-    if not 0 <= event.kv_from <= version or (promises.flush and event.kv_from != version):
-        state.broken("LABEL", f"tokens of version {version} stand on KV of version {event.kv_from}", seen)
+    _stands(state, seen, event, rollout, request)
     if engine.asleep:
         tag, sleep = next(iter(engine.asleep.items()))
         state.broken("MEM", f"{event.n} tokens on engine {engine.id}, whose {tag} is asleep", sleep, seen)
     if promises.flush and engine.stale is not None:
         text = f"{event.n} tokens on engine {engine.id}, whose KV cache was not flushed after the install"
         state.broken("FLUSH", text, engine.stale, seen)
-    if engine.still and event.end in ("stop", "length"):
-        text = f"rollout {rollout.id} finished on engine {engine.id}, which is paused"
-        state.broken("PAUSE", text, engine.pause, seen)
+    if engine.still:
+        state.broken("PAUSE", f"{event.n} tokens on engine {engine.id}, which stands still", engine.pause, seen)
     rollout.tokens += event.n
     if rollout.tokens > state.manifest.shape.budget:
         text = f"rollout {rollout.id} has {rollout.tokens} tokens, over the budget of {state.manifest.shape.budget}"
@@ -190,6 +201,31 @@ def _tokens(state: State, line: int, event: Segment, engine: Engine, rollout: Ro
         rollout.low, rollout.oldest = version, seen
     if version >= rollout.high:
         rollout.high, rollout.newest = version, seen
+
+
+def _stands(state: State, seen: Seen, event: Segment, rollout: Rollout, request: Order) -> None:
+    """The KV under a segment is of no newer version than its tokens, and of no older one than was promised."""
+    promises = state.manifest.promises
+    oldest = event.version if promises.flush else 0
+    if promises.flush and promises.partial == "keep":
+        oldest = min(rollout.kv, event.version)
+        rollout.kv = max(rollout.kv, event.kv_from)  # what is computed anew is of no older version
+    if not oldest <= event.kv_from <= event.version:
+        text = f"tokens of version {event.version} stand on KV of version {event.kv_from}"
+        older = request.seen if event.kv_from <= event.version and promises.partial == "keep" else None
+        state.broken("LABEL", text, older, seen)
+
+
+def _through(state: State, seen: Seen, engine: Engine, rollout: Rollout) -> None:
+    """A request is to go on under the next version."""
+    partial = state.manifest.promises.partial
+    if partial is not None and partial not in WITHIN:
+        text = f"rollout {rollout.id} goes on under the next version inside engine {engine.id}"
+        state.broken("PARTIAL", f"{text}, though the policy promised to {partial}", seen)
+    if engine.pause is None:
+        text = f"rollout {rollout.id} is to live through an install, but engine {engine.id} is not paused"
+        state.broken("PAUSE", text, seen)
+    rollout.standing = seen
 
 
 def _ending(state: State, line: int, event: Segment, rollout: Rollout) -> None:

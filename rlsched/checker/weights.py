@@ -85,7 +85,9 @@ def installed(state: State, line: int, event: Installed) -> None:
         state.broken("ATOMIC", text, update.begun, seen)
     state.open[event.by].left.discard(engine.id)
     engine.version, engine.installed, engine.discarded = event.version, seen, None
-    engine.stale = None if "kv" in engine.asleep else seen
+    # Under keep, requests go on with their KV, and there is no other.
+    kept = state.manifest.promises.partial == "keep"
+    engine.stale = None if kept or "kv" in engine.asleep else seen
 
 
 def transferred(state: State, order: Order, event: Transfer, done: Seen) -> None:

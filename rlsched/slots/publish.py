@@ -1,12 +1,10 @@
 """Publication: when new weights go out and what becomes of running requests."""
 
-from typing import Literal
-
 from ..commands import Transport
 from ..decisions import Install
 from ..errors import InputError
 from ..ledger import Ledger
-from ..shape import Promises, Shape
+from ..shape import Fate, Promises, Shape
 from ..slot import Aloof
 
 
@@ -21,16 +19,21 @@ class EveryVersion(Aloof, frozen=True):
     checkpoint that the trainer writes once and every engine reads (AReaL: ``WeightUpdateMeta.type`` ``disk``)."""
     bucket_mb: int = 1024
     """Bucket size in MiB (AReaL: ``weight_chunked_mem_mb``, 1024; verl: ``update_weights_bucket_megabytes``)."""
-    fate: Literal["drain", "resume", "restart"] = "resume"
-    """Fate of running requests."""
+    fate: Fate = "resume"
+    """Fate of running requests: ``drain``, ``resume``, ``restart``, ``retract`` (vLLM: ``pause_generation`` with
+    ``mode="keep", clear_cache=True``; SGLang: ``retract``) or ``keep`` (vLLM: ``mode="keep", clear_cache=False``;
+    SGLang: ``in_place``)."""
     flush: bool = True
-    """Forget cached KV after an install."""
+    """Forget cached KV after an install. Under ``keep`` nothing is flushed: it promises that no request stands on
+    KV older than itself."""
     rolling: bool = False
     """One engine after the other, while the others generate; the version is published with the last."""
 
     def __post_init__(self) -> None:
         if self.bucket_mb < 1:
             raise InputError(f"publish.bucket_mb is {self.bucket_mb}: it must be at least 1")
+        if self.fate == "retract" and not self.flush:
+            raise InputError("publish.fate is retract, which flushes: leave publish.flush true, or choose keep")
 
     def decide(self, state: None, ledger: Ledger) -> Install | None:
         behind = ledger.behind()

@@ -20,16 +20,19 @@ import zstandard
 from msgspec.structs import replace
 
 from rlsched.checker import check
-from rlsched.commands import Abort, Generate, Sleep, Train
+from rlsched.commands import Abort, Generate, Pause, Resume, Sleep, Train
 from rlsched.errors import PolicyError
 from rlsched.facts import Bucket, End, Fact, Installed, Observed, Phase, Resident, Scored, Segment, Trained
 from rlsched.history import Reader
 from rlsched.naming import parse
+from rlsched.real.canary_run import audit, canary, logged
 from rlsched.real.job import perform
 from rlsched.real.rig import Rig
 from rlsched.real.setup import Setup
 from rlsched.replay import replay
 from rlsched.shape import Shape
+from rlsched.sim.scenario import Scenario
+from rlsched.sim.world import World
 from rlsched.workload import Length, Workload
 
 pytestmark = pytest.mark.real
@@ -69,7 +72,10 @@ def raw(path: Path) -> list[dict[str, Any]]:
         return [json.loads(line) for line in file.read().splitlines()]
 
 
-@pytest.mark.parametrize("policy", ["verl-hybrid", "areal-async", "areal-async,admit.eta=1"])
+KEEP, RETRACT = (f"areal-async,admit.eta=1,admit.C=6,publish.fate={fate}" for fate in ("keep", "retract"))
+
+
+@pytest.mark.parametrize("policy", ["verl-hybrid", "areal-async", "areal-async,admit.eta=1", KEEP, RETRACT])
 def test_a_real_run_is_clean_replays_and_adds_up(bench: Bench, tmp_path: Path, policy: str) -> None:
     path = tmp_path / "run.jsonl.zst"
     assert bench.run(policy, path).ok
@@ -95,7 +101,7 @@ def test_a_real_run_is_clean_replays_and_adds_up(bench: Bench, tmp_path: Path, p
         assert tuple(record["prompt"]) not in held_out
     assert {e.name for e in seen if isinstance(e, Phase)} == {"old_logprob", "update"}
     # The trainer's own log-probabilities of on-policy tokens are the engine's.
-    if policy != "areal-async,admit.eta=1":
+    if "eta=1" not in policy:
         assert max(e.stats["max_logprob_gap"] for e in seen if isinstance(e, Trained)) < 5e-5
 
 
@@ -145,6 +151,63 @@ def test_at_eta_1_rollouts_are_aborted_and_resumed(bench: Bench, tmp_path: Path)
     mixed = [r for r in resumed if len(spans.get(r, [])) > 1]
     assert mixed
     assert not any(isinstance(e, Segment) and e.end == "error" for e in seen)
+
+
+@pytest.fixture(scope="module")
+def telling() -> Iterator[Bench]:
+    """A bench whose tokens say of which version they are, and on whose KV."""
+    made = Bench(canary(SETUP))
+    yield made
+    made.runner.run(made.rig.close())
+    made.runner.close()
+
+
+STAGES = ("told", "Transfer", "Updating", "Installed", "Flush", "Publish")
+
+
+def installing(events: list[Any]) -> set[tuple[str, ...]]:
+    """What happens from a pause to the resume that ends it, each kind of event told once in a row."""
+    found, current = set(), list[str]()
+    for event in events:
+        if isinstance(event, Pause):
+            current = ["Pause"]
+        name = "told" if isinstance(event, Segment) and event.end == "install" else type(event).__name__
+        if current and name != current[-1] and name in STAGES:
+            current.append(name)
+        if isinstance(event, Resume):
+            found.add(tuple(current))
+            current = []
+    return found
+
+
+@pytest.mark.parametrize("policy", [KEEP, RETRACT])
+def test_requests_live_through_updates_and_their_tokens_say_so(telling: Bench, tmp_path: Path, policy: str) -> None:
+    path = tmp_path / "run.jsonl"
+    assert telling.run(policy, path).ok
+    report = check(Reader(path))
+    assert report.ok, report.violations[:2]
+    assert replay(Reader(path)).divergence is None
+    seen = events(path)
+    through = [e for e in seen if isinstance(e, Segment) and e.end == "install"]
+    assert through and all(e.n for e in through)
+    assert not [e for e in seen if isinstance(e, Abort) and e.fate != "cancel"]
+    heard = audit(seen, logged(path))
+    assert heard.good, (heard.labels, heard.installs)
+    assert heard.mixed
+    older = [e for e in seen if isinstance(e, Segment) and e.n and e.kv_from < e.version]
+    assert bool(older) == (policy == KEEP)
+    # The log divides a rollout's tokens as the segments do.
+    made: dict[int, Counter[int]] = {}
+    for event in seen:
+        if isinstance(event, Segment) and event.n:
+            made.setdefault(event.rollout, Counter())[event.version] += event.n
+    for record in raw(path):
+        assert dict(record["spans"]) == dict(made[record["rollout"]])
+    # A simulated run of the same job goes the same way.
+    predicted: list[Any] = []
+    World(Scenario(shape=SETUP.shape, workload=SETUP.workload), parse(policy), 3, predicted.append).run()
+    assert installing(predicted) >= installing(seen)
+    assert any("told" in steps for steps in installing(seen))
 
 
 def test_a_policy_file_changes_the_real_batches(bench: Bench, tmp_path: Path) -> None:
