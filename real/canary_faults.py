@@ -5,6 +5,7 @@ be brought about on which engine.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal
 
 from msgspec import Struct
 
@@ -25,7 +26,10 @@ WAYS: tuple[tuple[Running, PauseMode], ...] = (
 AWAKE = tuple(Handling(running, pause, flush) for running, pause in WAYS for flush in (True, False))
 HANDLED = (*AWAKE, Handling("sleep", "keep", True))  # flushed by sleeping
 FLUSHED = tuple(handling for handling in AWAKE if handling.flush)
-DRAIN, RESUBMIT, HOLD = (Handling(running, "keep", True) for running in ("drain", "resubmit", "hold"))
+RESUBMIT, HOLD = Handling("resubmit", "keep", True), Handling("hold", "keep", True)
+HELD = tuple(handling for handling in AWAKE if handling.running == "hold")
+REUSED = (*(handling for handling in FLUSHED if handling not in HELD), Handling("hold", "retract", False))
+"""Where a prompt comes again after the update, and a flush was promised or nothing should stand on old KV."""
 
 
 class Seeded(Struct, frozen=True):
@@ -39,6 +43,8 @@ class Seeded(Struct, frozen=True):
     kv: int = 0
     """Said of BOS's KV: 0 or 1."""
     signs: tuple[Sign, ...] = ()
+    guard: Literal["refused", "harmless here", "none"] = "refused"
+    """What rlsched's own guards do about it."""
     bare: bool = False
     """Whether the way around the guards needs the careless engine; otherwise ignoring objections is enough."""
     moves: bool = True
@@ -59,14 +65,20 @@ FAULTS: dict[Fault, Seeded] = {
     "old v_proj 1": Seeded("ATOMIC", HANDLED, 1, 1, ("kv",)),
     "half the buckets": Seeded("ATOMIC", FLUSHED, 1, 0, ("mlp", "kv"), bare=True),
     "no pause": Seeded("ATOMIC", (HOLD,), 1, 0, ("mlp", "kv"), bare=True),
-    "phantom": Seeded("EFFECT", HANDLED, 0, 0),
-    "stale replica": Seeded("REPLICA", AWAKE, 0, 0),
-    "late label": Seeded("LABEL", tuple(h for h in AWAKE if h.running == "hold"), 0, 0),
-    "late abort": Seeded("LABEL", (RESUBMIT,), 1, 1, bare=True),
+    "phantom": Seeded("EFFECT", HANDLED, 0, 0, guard="none"),
+    "stale replica": Seeded("REPLICA", AWAKE, 0, 0, guard="none"),
+    "late label": Seeded("LABEL", HELD, 0, 0, guard="none"),
+    "late abort": Seeded("LABEL", (RESUBMIT,), 1, 1, guard="harmless here", bare=True),
     "kept KV": Seeded("KV", (HOLD,), 1, 0, ("kv",)),
-    "stale prefix": Seeded("KV", tuple(h for h in FLUSHED if h.running != "hold"), 1, 0, ("kv",), bare=True),
+    "stale prefix": Seeded("KV", REUSED, 1, 0, ("kv",), "harmless here", bare=True),
     "no update": Seeded("WEIGHTS", (HANDLED[-1],), None, bare=True, moves=False),
 }
+
+
+CANNOT: dict[tuple[str, Fault, PauseMode], str] = {
+    ("vllm", "stale prefix", "retract"): "vLLM retracts by resetting its prefix cache: no old KV is left to be shared",
+}
+"""By engine, fault and pause mode: what can't be brought about even without guards, and why."""
 
 
 class Cell(Struct):
@@ -112,13 +124,17 @@ def cannot(able: Capabilities, careless: bool) -> dict[Fault, str]:
     return found
 
 
-def missing(able: Capabilities) -> dict[str, str]:
-    """Handlings that an engine can't do, and why."""
+def left_out(able: Capabilities, careless: bool) -> dict[str, str]:
+    """What the matrix of an engine lacks, and why."""
     modes = {pause for _, pause in WAYS} - set(able.pause_modes)
     found = {f"pause {mode}": f"this engine has {', '.join(able.pause_modes)}" for mode in sorted(modes)}
     if 2 not in able.sleep_levels:
         found["sleep"] = "this engine has no level-2 sleep"
-    return found
+    faults = cannot(able, careless)
+    for (engine, fault, mode), why in CANNOT.items():
+        if engine == able.engine and mode in able.pause_modes and fault not in faults:
+            found[f"{fault}, pause {mode}"] = why
+    return {**found, **faults}
 
 
 def cells(able: Capabilities, careless: bool) -> Iterator[Cell]:
@@ -136,6 +152,8 @@ def cells(able: Capabilities, careless: bool) -> Iterator[Cell]:
     out = cannot(able, careless)
     for fault, seeded in FAULTS.items():
         for handling in filter(can, () if fault in out else seeded.handled):
+            if (able.engine, fault, handling.pause) in CANNOT:
+                continue
             for transport in TRANSPORTS if seeded.moves else ("",):
                 # How bytes come from a disk has no part in what is done around it: one handling a fault is enough.
                 if transport != "disk" or handling == seeded.handled[0]:

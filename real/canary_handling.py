@@ -58,6 +58,10 @@ GUARDS = (Refused, TornWeights)
 """What a guard raises."""
 
 
+class Early(Exception):  # noqa: N818
+    """The running request came to its end before anything was done with it: this process had to wait for a core."""
+
+
 class Handling(Struct, frozen=True):
     """What is done around an update: what becomes of the running request, in which pause, and whether KV is flushed
     afterwards."""
@@ -237,6 +241,8 @@ class Update:
         await self._engine.wake(["kv"])
         await self._engine.resume()
         part = await self._ear.of(name)
+        if part.reason != "abort":
+            raise Early(f"a request of {MOST} tokens ended before its abort")
         # The label of an aborted request is the version of its first token.
         self._keep("running", part, [Claim(len(part.tokens), part.version, part.version)])
         if fault != "no update":
@@ -248,7 +254,10 @@ class Update:
         await steps(self._engine)
         cut = 0
         if fault != "no pause":
-            cut = (await self._engine.pause(handling.pause)).live[name]
+            live = (await self._engine.pause(handling.pause)).live
+            if name not in live:
+                raise Early(f"a request of {MOST} tokens ended before the pause")
+            cut = live[name]
         # The engine's own word on how far the request had come, where it was updated.
         cut = (await self._update(handling.flush, fault)).get(name, cut)
         await self._engine.resume()
