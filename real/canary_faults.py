@@ -14,7 +14,8 @@ from .canary_handling import Answer, Fault, Handling, Running
 from .commands import PauseMode
 from .engines import Capabilities
 
-TRANSPORTS = ("shared memory", "gloo broadcast", "disk")
+TRANSPORTS = ("memory", "gloo", "disk")
+"""Buckets through shared memory, broadcast over gloo, and read from a checkpoint."""
 WAYS: tuple[tuple[Running, PauseMode], ...] = (
     ("drain", "keep"),
     ("drain", "wait"),

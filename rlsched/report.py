@@ -202,7 +202,7 @@ def canary(console: Console, found: "Matrix") -> None:
     table = Table(*columns, box=SIMPLE_HEAD, title=title, title_justify="left")
     rows: dict[tuple[str, ...], list[str]] = {}
     for c in found.cells:
-        h, fault = c.handling, "" if c.fault == "none" else c.fault
+        h, fault = c.handling, "none: right" if c.fault == "none" else c.fault
         labels = [c.own] if told else []
         key = (fault, h.running, h.pause, c.kv, _seen(c), *labels, "ok" if c.good else "MISS")
         rows.setdefault(key, []).append(c.transport)
