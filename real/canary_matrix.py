@@ -185,7 +185,10 @@ async def matrix(
     """
     with TemporaryDirectory(prefix="rlsched-") as folder:
         say(f"{kind}: starting two engines")
-        bench = await Bench.start(Path(folder), kind)
+        try:
+            bench = await Bench.start(Path(folder), kind)
+        except ChildDied as error:
+            raise WorldError(f"canary on {kind}: {error}") from error
         try:
             found = bench.matrix(kind, wanted)
             before = ""
