@@ -135,7 +135,7 @@ def left_out(able: Capabilities, careless: bool) -> dict[str, str]:
     for (engine, fault, mode), why in CANNOT.items():
         if engine == able.engine and mode in able.pause_modes and fault not in faults:
             found[f"{fault}, pause {mode}"] = why
-    return {**found, **faults}
+    return found | {str(fault): why for fault, why in faults.items()}
 
 
 def cells(able: Capabilities, careless: bool) -> Iterator[Cell]:

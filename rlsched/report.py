@@ -186,33 +186,8 @@ def verdict(console: Console, found: Verdict) -> None:
 
 
 def canary(console: Console, found: "Matrix") -> None:
-    """The matrix of handlings on one engine, rows that say the same as one, and what is not as it must be."""
-    told = any(c.own for c in found.cells)
-    columns = [
-        "fault",
-        "request",
-        "pause",
-        "KV",
-        "transport",
-        "seen in the tokens",
-        *(["own label"] if told else []),
-        "",
-    ]
-    title = f"{found.engine} {found.version} on {found.device}"
-    table = Table(*columns, box=SIMPLE_HEAD, title=title, title_justify="left")
-    rows: dict[tuple[str, ...], list[str]] = {}
-    for c in found.cells:
-        h, fault = c.handling, "none: right" if c.fault == "none" else c.fault
-        labels = [c.own] if told else []
-        key = (fault, h.running, h.pause, c.kv, _seen(c), *labels, "ok" if c.good else "MISS")
-        rows.setdefault(key, []).append(c.transport)
-    before = ""
-    for (fault, running, pause, kv, *rest), transports in rows.items():
-        if fault != before:
-            table.add_section()
-        table.add_row(fault if fault != before else "", running, pause, kv, ", ".join(transports), *rest)
-        before = fault
-    console.print(table)
+    """The matrix of handlings on one engine, and what is not as it must be."""
+    console.print(_handlings(found))
     for fault in dict.fromkeys(c.fault for c in found.cells if c.fault != "none"):
         same = [c for c in found.cells if c.fault == fault]
         # Checksums differ from cell to cell.
@@ -227,19 +202,42 @@ def canary(console: Console, found: "Matrix") -> None:
         f" {sum(c.good for c in wrong)} of {len(wrong)} wrong ones show their fault in the tokens",
         soft_wrap=True,
     )
-    own = [answer.own for c in found.cells for answer in c.answers if answer.own is not None]
+    told = [(c.fault, a.own.right) for c in found.cells for a in c.answers if a.own is not None]
     if told:
-        lies = sum(not label.right for label in own)
-        console.print(f"{found.engine}: its own labels are right of {len(own) - lies} requests, wrong of {lies}")
+        lies = ["right handlings" if fault == "none" else fault for fault, true in told if not true]
+        where = f" ({', '.join(dict.fromkeys(lies))})" if lies else ""
+        what = f"its own labels are right of {len(told) - len(lies)} requests, wrong of {len(lies)}{where}"
+        console.print(f"{found.engine}: {what}", markup=False, soft_wrap=True)
     for c in found.cells:
         h = c.handling
         where = ", ".join(filter(None, (c.fault, h.running, f"pause {h.pause}", c.kv, c.transport)))
         for answer in c.answers:
             for m in () if c.good else answer.mismatches:
                 console.print(f"not as it must be: {where}: {answer.request}: {m}", markup=False, soft_wrap=True)
-            # Of a wrong handling a wrong label is no news: the library was told the wrong version.
             if c.fault == "none" and answer.own is not None and not answer.own.right:
                 console.print(f"{where}: {answer.request}: {answer.own}", markup=False, soft_wrap=True)
+
+
+def _handlings(found: "Matrix") -> Table:
+    """Rows that differ in nothing but the transport are one."""
+    told = any(c.own for c in found.cells)
+    label = ("own label",) if told else ()
+    columns = ("fault", "request", "pause", "KV", "transport", "seen in the tokens", *label, "")
+    title = f"{found.engine} {found.version} on {found.device}"
+    table = Table(*columns, box=SIMPLE_HEAD, title=title, title_justify="left")
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for c in found.cells:
+        h, labels = c.handling, [c.own] if told else []
+        fault = "none: right" if c.fault == "none" else str(c.fault)
+        key = (fault, h.running, h.pause, c.kv, _seen(c), *labels, "ok" if c.good else "MISS")
+        rows.setdefault(key, []).append(c.transport)
+    before = ""
+    for (fault, running, pause, kv, *rest), transports in rows.items():
+        if fault != before:
+            table.add_section()
+        table.add_row(fault if fault != before else "", running, pause, kv, ", ".join(transports), *rest)
+        before = fault
+    return table
 
 
 def _seen(cell: "Cell") -> str:

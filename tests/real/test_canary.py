@@ -534,7 +534,7 @@ def test_a_wrong_label_of_the_library_is_reported_and_fails_nothing(found, fille
         main(["canary"])
     out = capsys.readouterr().out
     assert end.value.code == 0
-    assert "its own labels are right of 1 requests, wrong of 1" in out
+    assert "its own labels are right of 1 requests, wrong of 1 (right handlings)" in out
     assert f"own label wrong: says {first.n - 1} of v{old}, {second.n + 1} of v{old + 1}" in out
 
 
