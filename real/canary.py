@@ -191,6 +191,29 @@ class Mismatch(Struct, frozen=True):
         return f"{self.n} from token {self.at} say {said}; claimed: {self.claimed or 'nothing'}"
 
 
+class Label(Struct, frozen=True):
+    """What a library says itself of the versions that made a request's tokens, against what the tokens say."""
+
+    says: list[tuple[int, int]]
+    """(version, tokens) in turn."""
+    truth: list[tuple[int | None, int]]
+    """The same, read from the tokens; None: tokens that say nothing."""
+
+    @property
+    def right(self) -> bool:
+        """Whether they agree."""
+        return self.says == self.truth
+
+    def __str__(self) -> str:
+        if self.right:
+            return "own label right"
+        says, truth = (
+            ", ".join(f"{n} of {'no version' if v is None else f'v{v}'}" for v, n in spans) or "nothing"
+            for spans in (self.says, self.truth)
+        )
+        return f"own label wrong: says {says}; tokens say {truth}"
+
+
 def lift(code: int, near: int) -> int:
     """The version of this code that is closest to ``near``: within four below and three above, and not negative."""
     version = near + (code - near + CODES // 2) % CODES - CODES // 2
@@ -216,6 +239,18 @@ def read(said: int, near: int) -> Reading | None:
 def runs(tokens: Iterable[int], near: int) -> list[Run]:
     """Tokens as runs that say the same."""
     return [Run(len(list(same)), said) for said, same in groupby(read(t, near) for t in tokens)]
+
+
+def label(said: Iterable[tuple[int, int]], tokens: Iterable[int], near: int) -> Label:
+    """A library's own spans, (version, tokens) in turn, against the heads that the tokens name."""
+    says: list[tuple[int, int]] = []
+    for version, n in said:
+        if n and says and says[-1][0] == version:
+            says[-1] = (version, says[-1][1] + n)
+        elif n:
+            says.append((version, n))
+    heads = (reading.version if reading else None for reading in (read(t, near) for t in tokens))
+    return Label(says, [(version, len(list(same))) for version, same in groupby(heads)])
 
 
 def mismatches(tokens: Sequence[int], claims: Iterable[Claim]) -> list[Mismatch]:

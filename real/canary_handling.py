@@ -2,12 +2,15 @@
 
 A request is brought on its way under version ``old``; then comes version ``new``; then the rest of that request, and a
 fresh one of the same prompt. With each answer goes what a scheduler would claim of it: from the engine's labels, the
-cut that the engine reports, and what the handling promises about KV.
+cut that the engine reports, and what the handling promises about KV. What becomes of the running request:
 
-* ``drain``: the request ends before the update.
-* ``abort``: it is aborted, then the engine is paused; what is left is sent again with the tokens so far.
-* ``hold``: it stands in the pause and goes on after it.
-* ``sleep``: aborted; the engine sleeps at level 2 and wakes before the update.
+* ``drain``: it ends before the update. Somebody waits for its end and then pauses (``keep``), or the pause does
+  (``wait``).
+* ``resubmit``: it comes back and is sent again with the tokens so far. It is aborted by name before the pause
+  (``keep``), or by the pause (``abort``).
+* ``hold``: it goes on after the pause. It stands on its KV meanwhile (``keep``), or goes back to the queue and computes
+  its KV anew (``retract``).
+* ``sleep``: aborted by name; the engine sleeps at level 2 and wakes before the update.
 """
 
 from __future__ import annotations
@@ -20,14 +23,15 @@ from typing import Literal
 from msgspec import Struct
 
 from . import answers
-from .canary import BOS, PARTS, Claim, Mismatch, Run, mismatches, runs
+from .canary import BOS, PARTS, Claim, Label, Mismatch, Run, label, mismatches, runs
 from .canary_forger import Forger
+from .child import ChildDied
 from .client import EngineClient
-from .commands import Piece
+from .commands import PauseMode, Piece
 from .transport import Buckets, Sink, TornWeights
 from .wire import Refused
 
-Running = Literal["drain", "abort", "hold", "sleep"]
+Running = Literal["drain", "resubmit", "hold", "sleep"]
 Fault = Literal[
     "none",
     "old embedding",
@@ -46,14 +50,25 @@ Fault = Literal[
     "late label",
 ]
 
-PROMPT = [BOS, *(8 + i % 8 for i in range(39))]
-"""Two whole KV pages of 16 tokens and a rest: enough for a prefix to be shared."""
 ENOUGH = 4
 """Tokens of the running request on each side of the update, at least."""
 MOST = 2000
 """Tokens of a request that is called back when it has given enough."""
 GUARDS = (Refused, TornWeights)
 """What a guard raises."""
+
+
+class Early(Exception):  # noqa: N818
+    """The running request came to its end before anything was done with it: this process had to wait for a core."""
+
+
+class Handling(Struct, frozen=True):
+    """What is done around an update: what becomes of the running request, in which pause, and whether KV is flushed
+    afterwards."""
+
+    running: Running
+    pause: PauseMode
+    flush: bool
 
 
 class Answer(Struct, frozen=True):
@@ -63,6 +78,8 @@ class Answer(Struct, frozen=True):
     claimed: list[Claim]
     said: list[Run]
     mismatches: list[Mismatch]
+    own: Label | None
+    """The library's own word, if it says any."""
 
 
 class Ear:
@@ -70,6 +87,14 @@ class Ear:
 
     def __init__(self) -> None:
         self._told: dict[str, asyncio.Future[answers.Ended]] = {}
+        self._down: ChildDied | None = None
+
+    def fall(self, error: ChildDied) -> None:
+        """The engine's `on_down`: who waits is told."""
+        self._down = error
+        for told in self._told.values():
+            if not told.done():
+                told.set_exception(error)
 
     def hear(self, told: answers.Ended) -> None:
         """The engine's `on_ended`."""
@@ -77,6 +102,8 @@ class Ear:
 
     def of(self, request: str) -> asyncio.Future[answers.Ended]:
         """The end of a request, now or later."""
+        if self._down is not None:
+            raise self._down
         return self._told.setdefault(request, asyncio.get_running_loop().create_future())
 
 
@@ -114,8 +141,13 @@ async def steps(engine: EngineClient, count: int = ENOUGH) -> None:
     while True:
         await asyncio.sleep(0.002)
         now = (await engine.resume()).live
-        if all(now[r] >= n + count for r, n in before.items()):
+        if all(now.get(r, n + count) >= n + count for r, n in before.items()):  # or it has ended
             return
+
+
+def prompt_of(page_size: int) -> list[int]:
+    """Two whole KV pages and half of one: enough for a prefix to be shared, by whichever engine."""
+    return [BOS, *(8 + i % 8 for i in range(5 * max(page_size, 16) // 2 - 1))]
 
 
 class Update:
@@ -135,6 +167,7 @@ class Update:
         self._source, self._transport, self._engine, self._other = source, transport, engine, other
         self._ear, self._careful = ear, careful
         self._old, self._new = old, old + 1
+        self._prompt = prompt_of(engine.capabilities.page_size)
         self._asked = 0
         self._answers: list[Answer] = []
 
@@ -152,21 +185,18 @@ class Update:
             raise pushed.failed[self._engine.name]
         await self._engine.resume()
 
-    async def run(self, running: Running, flush: bool, fault: Fault) -> list[Answer]:
+    async def run(self, handling: Handling, fault: Fault) -> list[Answer]:
         """Handle it; what was decoded. Raises Refused or TornWeights where a guard objects."""
         self._hold(fault)
-        match running:
+        match handling.running:
             case "drain":
-                await self._generate("running", PROMPT, 2 * ENOUGH, [Claim(2 * ENOUGH, self._old, self._old)])
-                await self._engine.pause()
-                await self._update(flush, fault)
-                await self._engine.resume()
-            case "abort" | "sleep":
-                await self._interrupted(running == "sleep", flush, fault)
+                await self._drained(handling, fault)
+            case "resubmit" | "sleep":
+                await self._interrupted(handling, fault)
             case "hold":
-                await self._held(flush, fault)
+                await self._held(handling, fault)
         updated = self._old if fault == "no update" else self._new
-        await self._generate("fresh", PROMPT, 2 * ENOUGH, [Claim(2 * ENOUGH, updated, updated)])
+        await self._generate("fresh", self._prompt, 2 * ENOUGH, [Claim(2 * ENOUGH, updated, updated)])
         return self._answers
 
     def _hold(self, fault: Fault) -> None:
@@ -180,45 +210,64 @@ class Update:
 
     # ---- what becomes of the running request
 
-    async def _interrupted(self, sleep: bool, flush: bool, fault: Fault) -> None:
-        name = await self._begin()
+    async def _drained(self, handling: Handling, fault: Fault) -> None:
+        waits = handling.pause == "wait"
+        length = (20 if waits else 2) * ENOUGH
+        name = await self._submit(self._prompt, length)
+        if waits:
+            await steps(self._engine)
+        else:
+            await self._ear.of(name)
+        await self._engine.pause(handling.pause)
+        await self._update(handling.flush, fault)
+        await self._engine.resume()
+        self._keep("running", await self._ear.of(name), [Claim(length, self._old, self._old)])
+
+    async def _interrupted(self, handling: Handling, fault: Fault) -> None:
+        sleep, late = handling.running == "sleep", fault == "late abort"
+        name = await self._submit(self._prompt, MOST)
         await steps(self._engine)
-        late = fault == "late abort"
-        if not late:
+        by_name = handling.pause != "abort"
+        if by_name and not late:
             await self._engine.abort([name])
-        await self._engine.pause()
-        if late:
+        await self._engine.pause(handling.pause)
+        if by_name and late:
             await self._engine.abort([name])
         if sleep:
             await self._engine.sleep(2)
             await self._engine.wake(["kv", "weights"] if fault == "no update" else ["weights"])
         if fault != "no update":
-            await self._update(flush and not sleep, fault)
+            await self._update(handling.flush and not sleep, fault)
         await self._engine.wake(["kv"])
         await self._engine.resume()
         part = await self._ear.of(name)
+        if part.reason != "abort":
+            raise Early(f"a request of {MOST} tokens ended before its abort")
         # The label of an aborted request is the version of its first token.
-        self._keep("running", part.tokens, [Claim(len(part.tokens), part.version, part.version)])
+        self._keep("running", part, [Claim(len(part.tokens), part.version, part.version)])
         if fault != "no update":
             claim = Claim(2 * ENOUGH, self._new, self._new)
-            await self._generate("resumed", [*PROMPT, *part.tokens], 2 * ENOUGH, [claim])
+            await self._generate("resumed", [*self._prompt, *part.tokens], 2 * ENOUGH, [claim])
 
-    async def _held(self, flush: bool, fault: Fault) -> None:
-        name = await self._begin()
+    async def _held(self, handling: Handling, fault: Fault) -> None:
+        name = await self._submit(self._prompt, MOST)
         await steps(self._engine)
         cut = 0
         if fault != "no pause":
-            cut = (await self._engine.pause()).live[name]
+            live = (await self._engine.pause(handling.pause)).live
+            if name not in live:
+                raise Early(f"a request of {MOST} tokens ended before the pause")
+            cut = live[name]
         # The engine's own word on how far the request had come, where it was updated.
-        cut = (await self._update(flush, fault)).get(name, cut)
+        cut = (await self._update(handling.flush, fault)).get(name, cut)
         await self._engine.resume()
         await steps(self._engine)
         await self._engine.abort([name])
         end = await self._ear.of(name)
         rest = len(end.tokens) - cut
         first = self._new if fault == "late label" else end.version
-        kv = self._new if flush else end.version
-        self._keep("running", end.tokens, [Claim(cut, first, first), Claim(rest, self._new, kv)])
+        kv = self._new if handling.flush or handling.pause == "retract" else end.version
+        self._keep("running", end, [Claim(cut, first, first), Claim(rest, self._new, kv)])
 
     # ---- the update
 
@@ -244,18 +293,17 @@ class Update:
 
     # ---- requests
 
-    async def _begin(self) -> str:
-        self._asked += 1
-        name = f"v{self._old}/{self._careful}/{self._asked}"
-        await self._engine.submit(name, PROMPT, MOST)
-        return name
-
-    async def _generate(self, request: str, tokens: list[int], length: int, claims: list[Claim]) -> None:
+    async def _submit(self, tokens: list[int], length: int) -> str:
         self._asked += 1
         name = f"v{self._old}/{self._careful}/{self._asked}"
         await self._engine.submit(name, tokens, length)
-        self._keep(request, (await self._ear.of(name)).tokens, claims)
+        return name
 
-    def _keep(self, request: str, tokens: list[int], claims: list[Claim]) -> None:
-        claims = [claim for claim in claims if claim.n]
-        self._answers.append(Answer(request, claims, runs(tokens, self._new), mismatches(tokens, claims)))
+    async def _generate(self, request: str, tokens: list[int], length: int, claims: list[Claim]) -> None:
+        name = await self._submit(tokens, length)
+        self._keep(request, await self._ear.of(name), claims)
+
+    def _keep(self, request: str, end: answers.Ended, claims: list[Claim]) -> None:
+        claims, tokens = [claim for claim in claims if claim.n], end.tokens
+        own = None if end.labels is None else label(end.labels, tokens, self._new)
+        self._answers.append(Answer(request, claims, runs(tokens, self._new), mismatches(tokens, claims), own))

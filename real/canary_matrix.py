@@ -1,142 +1,116 @@
-"""The matrix of handlings: what becomes of running requests x flush or keep x transport x fault, and what the tokens
-said of each.
+"""The matrix of handlings on one engine: what becomes of running requests x pause mode x flush or keep x transport x
+fault, and what the tokens said of each.
 
 A right handling must decode what was claimed. A wrong one is first tried as rlsched would: a guard may refuse it, or
 make it harmless. What is refused or harmless is done again behind the guards' back, by a handler that ignores
-objections, where needed on the `bare` engine; then the tokens must show the very fault that was seeded, and not just
-any contradiction.
+objections, where needed on the engine's careless twin; then the tokens must show the very fault that was seeded, and
+not just any contradiction. A guard that does anything else than `FAULTS` says is a miss as well. The library's own
+labels are held against the tokens, too: they are reported and fail nothing, because no claim rests on them.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from msgspec import Struct
 
-from .canary import Reading, Sign
+from rlsched.errors import WorldError
+
+from .canary_faults import FAULTS, TRANSPORTS, Cell, cells, left_out
 from .canary_forger import Forger
-from .canary_handling import GUARDS, Answer, Ear, Fault, Running, Update
-from .client import EngineClient
+from .canary_handling import GUARDS, Answer, Ear, Early, Update
+from .child import ChildDied
+from .client import CommandFailed, EngineClient
 from .config import EngineConfig
+from .installs import RECIPES, EngineKind, require
 from .model import CANARY
 from .transport import BroadcastBuckets, Buckets, Checkpoints, SharedBuckets
 
 BUCKET = 1 << 16
 """Bytes of a bucket: eleven to a version, so that half of them is about half."""
+PATIENCE_S = 60.0
+"""Longest answer to one order of a transfer, on a machine that others use, too."""
+CELL_S = 180.0
+"""Longest cell; it only turns a hang into a failure."""
+TRIES = 3
+"""Of a cell whose running request ended too early."""
 
-TRANSPORTS = ("shared memory", "gloo broadcast", "disk")
-HANDLED: tuple[tuple[Running, bool], ...] = (
-    ("drain", True),
-    ("drain", False),
-    ("abort", True),
-    ("abort", False),
-    ("hold", True),
-    ("hold", False),
-    ("sleep", True),  # flushed by sleeping
-)
-AWAKE, FLUSHED = HANDLED[:6], HANDLED[0:6:2]
-
-
-class Seeded(Struct, frozen=True):
-    """A seeded fault: where it can happen, and what the tokens must say."""
-
-    invariant: str
-    """The promise that it breaks; docs/canary.md says under which id the checker has it."""
-    handled: tuple[tuple[Running, bool], ...]
-    version: int | None
-    """Said by the head: 0 the old version, 1 the new one. None: the tokens say nothing that these weights can say."""
-    kv: int = 0
-    """Said of BOS's KV: 0 or 1."""
-    signs: tuple[Sign, ...] = ()
-    bare: bool = False
-    """Whether the way around the guards needs the bare engine; otherwise ignoring objections is enough."""
-    moves: bool = True
-    """Whether there is a transfer, so that the transport matters."""
-
-    def shown(self, old: int) -> Reading | None:
-        """What the tokens of an update from version ``old`` must say."""
-        if self.version is None:
-            return None
-        return Reading(old + self.version, old + self.kv, self.signs)
-
-
-FAULTS: dict[Fault, Seeded] = {
-    "old embedding": Seeded("ATOMIC", HANDLED, 1, 1, ("embedding",)),
-    "old MLP": Seeded("ATOMIC", HANDLED, 1, 1, ("mlp",)),
-    "old head": Seeded("ATOMIC", HANDLED, 0, 1, ("embedding", "mlp", "kv")),
-    "old v_proj 0": Seeded("ATOMIC", HANDLED, 1, 0),
-    "old v_proj 1": Seeded("ATOMIC", HANDLED, 1, 1, ("kv",)),
-    "half the buckets": Seeded("ATOMIC", FLUSHED, 1, 0, ("mlp", "kv"), bare=True),
-    "no pause": Seeded("ATOMIC", (("hold", True),), 1, 0, ("mlp", "kv"), bare=True),
-    "phantom": Seeded("EFFECT", HANDLED, 0, 0),
-    "stale replica": Seeded("REPLICA", AWAKE, 0, 0),
-    "late label": Seeded("LABEL", (("hold", True), ("hold", False)), 0, 0),
-    "late abort": Seeded("LABEL", (("abort", True),), 1, 1, bare=True),
-    "kept KV": Seeded("KV", (("hold", True),), 1, 0, ("kv",)),
-    "stale prefix": Seeded("KV", (("drain", True), ("abort", True)), 1, 0, ("kv",), bare=True),
-    "no update": Seeded("WEIGHTS", (("sleep", True),), None, bare=True, moves=False),
+CARELESS: dict[EngineKind, str] = {
+    "transformers": "rlsched.real.engines.bare",
+    "vllm": "rlsched.real.engines.vllm_bare",
+    "sglang": "rlsched.real.engines.sglang_sharing",
 }
+"""Modules of the engines' careless twins. An engine without one is its own second replica."""
 
 
-class Cell(Struct):
-    """One handling and what came of it."""
+class Matrix(Struct):
+    """All that was done on one engine."""
 
-    running: Running
-    flush: bool
-    transport: str
-    fault: Fault
-    invariant: str = ""
-    """That the fault breaks."""
-    bare: bool = False
-    """Whether the answers are the bare engine's, which shares KV blocks."""
-    guard: str = ""
-    """What rlsched's own guards did about a fault."""
-    answers: list[Answer] = []
-    """Of the last attempt."""
-    shown: str = ""
-    """The seeded fault, as the tokens of one request tell it."""
-    good: bool = False
+    engine: EngineKind
+    version: str
+    """Of its library."""
+    device: str
+    pause_modes: list[str]
+    cells: list[Cell]
+    left_out: dict[str, str]
+    """Faults and handlings that can't be brought about here, and why."""
 
-
-def cells() -> Iterator[Cell]:
-    """All handlings, the right ones first."""
-    for running, flush in HANDLED:
-        for transport in TRANSPORTS:
-            yield Cell(running, flush, transport, "none")
-    for running, flush in FLUSHED:
-        for transport in TRANSPORTS:
-            yield Cell(running, flush, transport, "none", bare=True)
-    for fault, seeded in FAULTS.items():
-        for running, flush in seeded.handled:
-            for transport in TRANSPORTS if seeded.moves else ("",):
-                # How bytes come from a disk has no part in what is done around it: one handling a fault is enough.
-                if transport != "disk" or (running, flush) == seeded.handled[0]:
-                    yield Cell(running, flush, transport, fault, seeded.invariant)
+    @property
+    def good(self) -> bool:
+        """Whether every right handling decodes what it claims and every wrong one is caught."""
+        return bool(self.cells) and all(cell.good for cell in self.cells)
 
 
 class Bench:
     """Two engines, a forger and the transports; make it with ``start``, end it with ``close``."""
 
-    def __init__(self, engine: EngineClient, bare: EngineClient, ear: Ear, folder: Path) -> None:
+    def __init__(self, engine: EngineClient, bare: EngineClient, careless: bool, ear: Ear, folder: Path) -> None:
         self._engine, self._bare, self._ear = engine, bare, ear
+        self._careless = careless
         self._source = Forger()
-        ways = (SharedBuckets(BUCKET), BroadcastBuckets(BUCKET), Checkpoints(folder, BUCKET))
+        ways = (
+            SharedBuckets(BUCKET, PATIENCE_S),
+            BroadcastBuckets(BUCKET, PATIENCE_S),
+            Checkpoints(folder, BUCKET, PATIENCE_S),
+        )
         self._transports: dict[str, Buckets] = dict(zip(TRANSPORTS, ways, strict=True))
         self._old = 0
 
     @classmethod
-    async def start(cls, folder: Path) -> Bench:
-        """Start the engines and wait until both are ready. Their errors and checkpoints go to ``folder``."""
+    async def start(cls, folder: Path, kind: EngineKind = "transformers") -> Bench:
+        """Start the engines and wait until both are ready. Their errors and checkpoints go to ``folder``.
+
+        Raises InputError if the engine isn't installed.
+        """
+        recipe, python = RECIPES[kind], require(kind).interpreter
         ear, config = Ear(), EngineConfig(model=CANARY, temperature=0.0)
-        starting = (
-            EngineClient.start(name, config, folder, module=f"rlsched.real.engines.{name}", on_ended=ear.hear)
-            for name in ("transformers", "bare")
-        )
-        engine, bare = await asyncio.gather(*starting)
-        return cls(engine, bare, ear, folder)
+        starting = [
+            asyncio.ensure_future(
+                EngineClient.start(
+                    name,
+                    config,
+                    folder,
+                    module=module,
+                    interpreter=python,
+                    environment=recipe.environment,
+                    on_ended=ear.hear,
+                    on_down=ear.fall,
+                )
+            )
+            for name, module in (("engine", recipe.module), ("bare", CARELESS.get(kind, recipe.module)))
+        ]
+        try:
+            engine, bare = await asyncio.gather(*starting)
+        except BaseException:
+            for client in await asyncio.gather(*starting, return_exceptions=True):
+                if isinstance(client, EngineClient):
+                    await client.close()
+            raise
+        return cls(engine, bare, kind in CARELESS, ear, folder)
 
     async def close(self) -> None:
         """End and reap the engines, and let go of the transports."""
@@ -144,10 +118,30 @@ class Bench:
             await transport.close()
         await asyncio.gather(self._engine.close(), self._bare.close())
 
+    def matrix(self, kind: EngineKind, wanted: Callable[[Cell], bool]) -> Matrix:
+        """The cells that are wanted, of those that this engine can do."""
+        able = self._engine.capabilities
+        return Matrix(
+            kind,
+            able.version,
+            able.device,
+            list(able.pause_modes),
+            [cell for cell in cells(able, self._careless) if wanted(cell)],
+            left_out(able, self._careless),
+        )
+
     async def fill(self, cell: Cell) -> None:
-        """Do what the cell says, and write into it what was seen."""
+        """Do what the cell says, and write into it what was seen. Raises Early if thrice in a row it can't be done."""
+        for _ in range(TRIES - 1):
+            with suppress(Early):
+                await self._fill(cell)
+                return
+        await self._fill(cell)
+
+    async def _fill(self, cell: Cell) -> None:
         # All residues come in turn, and neither version is one that the cell before left behind.
         self._old += 3
+        cell.old = self._old
         if cell.fault == "none":
             cell.answers = await self._attempt(cell, self._bare if cell.bare else self._engine, careful=True)
             cell.good = not any(a.mismatches for a in cell.answers)
@@ -166,9 +160,10 @@ class Bench:
         wanted = seeded.shown(self._old)
         for answer in cell.answers:
             for mismatch in answer.mismatches:
-                if not cell.good and mismatch.said == wanted:
+                if not cell.shown and mismatch.said == wanted:
                     claimed, said = mismatch.claimed or "nothing", mismatch.said or "no canary token"
-                    cell.shown, cell.good = f"{answer.request}: {said}; claimed: {claimed}", True
+                    cell.shown = f"{answer.request}: {said}; claimed: {claimed}"
+        cell.good = bool(cell.shown) and cell.guard.partition(":")[0] == seeded.guard
 
     async def _attempt(self, cell: Cell, engine: EngineClient, careful: bool) -> list[Answer]:
         other = self._engine if engine is self._bare else self._bare
@@ -176,18 +171,39 @@ class Bench:
         transport = self._transports.get(cell.transport, shared)
         update = Update(self._source, transport, engine, other, self._ear, self._old, careful)
         await update.prepare(shared)
-        return await update.run(cell.running, cell.flush, cell.fault)
+        return await update.run(cell.handling, cell.fault)
 
 
-async def matrix(wanted: Callable[[Cell], bool] = lambda _: True) -> list[Cell]:
-    """Fill the cells that are wanted."""
+async def matrix(
+    kind: EngineKind = "transformers",
+    wanted: Callable[[Cell], bool] = lambda _: True,
+    say: Callable[[str], None] = lambda _: None,
+) -> Matrix:
+    """Fill the cells that are wanted, on one engine; ``say`` is told how far it has come.
+
+    Raises InputError if the engine isn't installed, WorldError if it fails at anything but what a cell is about.
+    """
     with TemporaryDirectory(prefix="rlsched-") as folder:
-        bench = await Bench.start(Path(folder))
+        say(f"{kind}: starting two engines")
         try:
-            chosen = [cell for cell in cells() if wanted(cell)]
-            for cell in chosen:
-                async with asyncio.timeout(60):
-                    await bench.fill(cell)
-            return chosen
+            bench = await Bench.start(Path(folder), kind)
+        except ChildDied as error:
+            raise WorldError(f"canary on {kind}: {error}") from error
+        try:
+            found = bench.matrix(kind, wanted)
+            before = ""
+            for done, cell in enumerate(found.cells):
+                if cell.fault != before:
+                    before = cell.fault
+                    what = "right handlings" if before == "none" else before
+                    say(f"{kind}: {what} ({done} of {len(found.cells)} cells done)")
+                try:
+                    async with asyncio.timeout(CELL_S):
+                        await bench.fill(cell)
+                except (*GUARDS, ChildDied, CommandFailed, Early, TimeoutError) as error:
+                    h = cell.handling
+                    where = f"{cell.fault}, {h.running}, pause {h.pause}, {cell.kv}, {cell.transport}"
+                    raise WorldError(f"canary on {kind}: {where}: {str(error) or type(error).__name__}") from error
+            return found
         finally:
             await bench.close()

@@ -20,6 +20,7 @@ from rlsched.history import Event, Reader
 from rlsched.policy import Policy
 
 from .canary import Claim, Mismatch, mismatches
+from .installs import EngineKind
 from .job import engines, perform
 from .model import CANARY
 from .rig import Rig
@@ -98,9 +99,12 @@ def logged(history: Path) -> Iterator[Rollout]:
             yield decode(line)
 
 
-async def conduct(policy: Policy, steps: int | None, seed: int) -> Audit:
-    """Run the default job on canary weights under ``policy``, and audit it. Raises WorldError if the run fails."""
-    setup = canary(load(None, steps))
+async def conduct(policy: Policy, steps: int | None, seed: int, engine: EngineKind = "transformers") -> Audit:
+    """Run the default job on canary weights under ``policy``, and audit it.
+
+    Raises InputError if the engine isn't installed, WorldError if the run fails.
+    """
+    setup = canary(load(None, steps, engine))
     with TemporaryDirectory() as folder:
         history = Path(folder) / "history.jsonl"
         rig = await Rig.start(setup, engines(policy, setup))

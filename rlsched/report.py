@@ -25,7 +25,8 @@ from .states import Cycle
 from .verdict import Verdict
 
 if TYPE_CHECKING:
-    from .real.canary_matrix import Cell
+    from .real.canary_faults import Cell
+    from .real.canary_matrix import Matrix
     from .real.canary_run import Audit
     from .real.engines import Capabilities
     from .real.installs import Installed
@@ -203,34 +204,70 @@ def verdict(console: Console, found: Verdict) -> None:
         console.print("the simulation matches" if not misses else f"{misses} measures miss their bound")
 
 
-def canary(console: Console, cells: "list[Cell]") -> None:
-    """The matrix of handlings, a table a fault, and what is not as it must be."""
-    for fault in dict.fromkeys(c.fault for c in cells):
-        rows = [c for c in cells if c.fault == fault]
-        title = "right handlings"
-        if fault != "none":
-            # Checksums differ from cell to cell.
-            guards = sorted({re.sub(r"\b[0-9a-f]{32}\b", "…", c.guard) for c in rows})
-            title = f"{fault}: breaks {rows[0].invariant}; guard: {' / '.join(guards)}"
-        console.print(f"\n{title}", markup=False, soft_wrap=True)
-        table = Table("running", "KV", "transport", "seen in the tokens", "", box=SIMPLE_HEAD)
-        for c in rows:
-            said = c.shown or "; ".join(f"{a.request}: {', '.join(str(r) for r in a.said)}" for a in c.answers)
-            kv = ("flush" if c.flush else "keep") + (", shared" if c.bare else "")
-            table.add_row(c.running, kv, c.transport, said, "ok" if c.good else "MISS")
-        console.print(table)
-    right = [c for c in cells if c.fault == "none"]
-    wrong = [c for c in cells if c.fault != "none"]
+def canary(console: Console, found: "Matrix") -> None:
+    """The matrix of handlings on one engine, and what is not as it must be."""
+    console.print(_handlings(found))
+    for fault in dict.fromkeys(c.fault for c in found.cells if c.fault != "none"):
+        same = [c for c in found.cells if c.fault == fault]
+        # Checksums differ from cell to cell.
+        guards = sorted({re.sub(r"\b[0-9a-f]{32}\b", "…", c.guard) for c in same})
+        console.print(f"{fault}: breaks {same[0].invariant}; guard: {' / '.join(guards)}", markup=False, soft_wrap=True)
+    for what, why in found.left_out.items():
+        console.print(f"left out: {what}: {why}", markup=False, soft_wrap=True)
+    right = [c for c in found.cells if c.fault == "none"]
+    wrong = [c for c in found.cells if c.fault != "none"]
     console.print(
-        f"{sum(c.good for c in right)} of {len(right)} right handlings decode what they claim;"
+        f"{found.engine}: {sum(c.good for c in right)} of {len(right)} right handlings decode what they claim;"
         f" {sum(c.good for c in wrong)} of {len(wrong)} wrong ones show their fault in the tokens",
         soft_wrap=True,
     )
-    for c in cells:
-        for answer in () if c.good else c.answers:
-            for m in answer.mismatches:
-                what = f"{c.fault}, {c.running}, {'flush' if c.flush else 'keep'}, {c.transport}"
-                console.print(f"not as it must be: {what}: {answer.request}: {m}", soft_wrap=True)
+    told = [(c.fault, a.own.right) for c in found.cells for a in c.answers if a.own is not None]
+    if told:
+        lies = ["right handlings" if fault == "none" else fault for fault, true in told if not true]
+        where = f" ({', '.join(dict.fromkeys(lies))})" if lies else ""
+        what = f"its own labels are right of {len(told) - len(lies)} requests, wrong of {len(lies)}{where}"
+        console.print(f"{found.engine}: {what}", markup=False, soft_wrap=True)
+    for c in found.cells:
+        h = c.handling
+        where = ", ".join(filter(None, (c.fault, h.running, f"pause {h.pause}", c.kv, c.transport)))
+        for answer in c.answers:
+            for m in () if c.good else answer.mismatches:
+                console.print(f"not as it must be: {where}: {answer.request}: {m}", markup=False, soft_wrap=True)
+            if c.fault == "none" and answer.own is not None and not answer.own.right:
+                console.print(f"{where}: {answer.request}: {answer.own}", markup=False, soft_wrap=True)
+
+
+def _handlings(found: "Matrix") -> Table:
+    """Rows that differ in nothing but the transport are one."""
+    told = any(c.own for c in found.cells)
+    label = ("own label",) if told else ()
+    columns = ("fault", "request", "pause", "KV", "transport", "seen in the tokens", *label, "")
+    title = f"{found.engine} {found.version} on {found.device}"
+    table = Table(*columns, box=SIMPLE_HEAD, title=title, title_justify="left")
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for c in found.cells:
+        h, labels = c.handling, [c.own] if told else []
+        fault = "none: right" if c.fault == "none" else str(c.fault)
+        key = (fault, h.running, h.pause, c.kv, _seen(c), *labels, "ok" if c.good else "MISS")
+        rows.setdefault(key, []).append(c.transport)
+    before = ""
+    for (fault, running, pause, kv, *rest), transports in rows.items():
+        if fault != before:
+            table.add_section()
+        table.add_row(fault if fault != before else "", running, pause, kv, ", ".join(transports), *rest)
+        before = fault
+    return table
+
+
+def _seen(cell: "Cell") -> str:
+    """What a cell's tokens said, without its numbers: so it compares with other transports'."""
+    if cell.shown:
+        said = cell.shown
+    else:
+        said = "; ".join(f"{a.request}: {', '.join(str(r.said or 'nothing') for r in a.said)}" for a in cell.answers)
+    for version, name in ((cell.old, "old"), (cell.old + 1, "new")):
+        said = re.sub(rf"\bv{version}\b", name, said)
+    return said
 
 
 def audits(console: Console, found: "dict[str, Audit]") -> None:

@@ -1,24 +1,36 @@
 """``canary`` and ``learn``: what real engines say, and whether a policy's model learns."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from cyclopts import Parameter
 
 from .. import report
 from ..errors import InputError
 from ..naming import parse
-from .app import Folder, Json, Policies, Settings, app, err, out, print_json
+from .app import Engine, Folder, Json, Policies, Settings, app, err, out, print_json
+
+CanaryEngines = Annotated[tuple[Engine | Literal["all"], ...], Parameter(name="--engine", negative=())]
 
 
 @app.command
-def canary(policies: Policies | None = None, *, steps: int | None = None, seed: int = 0, json: Json = False) -> int:
+def canary(
+    policies: Policies | None = None,
+    *,
+    engine: CanaryEngines = ("transformers",),
+    steps: int | None = None,
+    seed: int = 0,
+    json: Json = False,
+) -> int:
     """Update real engines rightly and wrongly, and read off their tokens which weights made them.
 
     Parameters
     ----------
     policies
         Also run these whole, on canary weights, and compare every token with its segment.
+    engine
+        May be repeated; ``all``: every one that is installed. ``transformers`` is the embedded one.
     steps
         Versions to publish in such a run.
     seed
@@ -28,21 +40,38 @@ def canary(policies: Policies | None = None, *, steps: int | None = None, seed: 
     """
     import asyncio
 
+    from ..real import installs
     from ..real.canary_matrix import matrix
     from ..real.canary_run import conduct
 
     chosen = [parse(p) for p in policies or ()]
-    with report.progress(err, "updating engines"):
-        cells = asyncio.run(matrix())
-    audits = {}
-    for policy in chosen:
-        with report.progress(err, f"running {policy.name}"):
-            audits[policy.name] = asyncio.run(conduct(policy, steps, seed))
-    good = all(c.good for c in cells) and all(a.good for a in audits.values())
+    looked = installs.engines() if "all" in engine else [installs.require(e) for e in engine if e != "all"]
+    kinds = list(dict.fromkeys(found.name for found in looked if found.ok))
+    without = {found.name: found.why for found in looked if not found.ok}
+    if not kinds:
+        raise InputError("; ".join(f"engine {name}: {why}" for name, why in without.items()))
+    for name, why in without.items():
+        err.print(f"engine {name} is left out: {why}", markup=False, soft_wrap=True)
+    matrices, audits = [], {}
+    with report.progress(err, "updating engines") as bar:
+
+        def say(what: str) -> None:
+            if err.is_terminal:
+                bar.update(bar.task_ids[0], description=what)
+            else:
+                err.print(what, markup=False, soft_wrap=True)
+
+        for kind in kinds:
+            matrices.append(asyncio.run(matrix(kind, say=say)))
+            for policy in chosen:
+                say(f"{kind}: running {policy.name}")
+                audits[f"{kind}: {policy.name}"] = asyncio.run(conduct(policy, steps, seed, kind))
+    good = all(m.good for m in matrices) and all(a.good for a in audits.values())
     if json:
-        print_json({"ok": good, "cells": cells, "runs": audits})
+        print_json({"ok": good, "engines": matrices, "left_out": without, "runs": audits})
     else:
-        report.canary(out, cells)
+        for found in matrices:
+            report.canary(out, found)
         report.audits(out, audits)
     return 0 if good else 1
 
