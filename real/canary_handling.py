@@ -16,7 +16,7 @@ cut that the engine reports, and what the handling promises about KV. What becom
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Literal
 
@@ -108,30 +108,30 @@ class Ear:
 
 
 class Slow:
-    """A sink that lets the engine make a step after each bucket, if it will."""
+    """A sink that lets something be done after each bucket."""
 
-    def __init__(self, engine: EngineClient) -> None:
+    def __init__(self, engine: EngineClient, between: Callable[[], Awaitable[None]]) -> None:
         self.name = engine.name
-        self._engine = engine
+        self._engine, self._between = engine, between
         self.join, self.leave = engine.join, engine.leave
         self.begin_update, self.end_update = engine.begin_update, engine.end_update
 
     async def copy_bucket(self, path: str, size: int, pieces: list[Piece]) -> answers.Moved:
         """Copy one bucket out of shared memory."""
         moved = await self._engine.copy_bucket(path, size, pieces)
-        await steps(self._engine)
+        await self._between()
         return moved
 
     async def receive(self, bucket_bytes: int, index: int) -> answers.Moved:
         """Take one bucket from the broadcast group."""
         moved = await self._engine.receive(bucket_bytes, index)
-        await steps(self._engine)
+        await self._between()
         return moved
 
     async def read_bucket(self, path: str, bucket_bytes: int, index: int) -> answers.Moved:
         """Read one bucket out of a checkpoint file."""
         moved = await self._engine.read_bucket(path, bucket_bytes, index)
-        await steps(self._engine)
+        await self._between()
         return moved
 
 
@@ -279,7 +279,7 @@ class Update:
             await self._other.pause()
             sinks = [self._other]
         elif fault == "no pause":
-            sinks = [Slow(engine)]
+            sinks = [Slow(engine, self._meanwhile)]
         pushed = await self._transport.push(self._source, sinks, self._new)
         if self._careful and pushed.failed:
             raise next(iter(pushed.failed.values()))
@@ -290,6 +290,10 @@ class Update:
             if self._careful and not flushed.ok:
                 raise Refused("no flush while live requests stand on KV")
         return pushed.updated[engine.name].live if engine.name in pushed.updated else {}
+
+    async def _meanwhile(self) -> None:
+        # A request of its own: on a busy machine the running one may be over before the last bucket.
+        await self._generate("during", self._prompt, ENOUGH, [Claim(ENOUGH, self._old, self._old)])
 
     # ---- requests
 
