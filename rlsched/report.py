@@ -1,7 +1,7 @@
 """Tables and lines for people, with rich."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .real.canary_matrix import Matrix
     from .real.canary_run import Audit
     from .real.engines import Capabilities
-    from .real.installs import Installed
+    from .real.installs import EngineKind, Installed
     from .real.learning import Curve
 
 _COLORS = ("#1f77b4", "#2ca02c", "#d62728", "#9467bd", "#7f7f7f")
@@ -150,7 +150,7 @@ def engines(console: Console, found: "list[Installed]") -> None:
     console.print(table)
 
 
-def capabilities(console: Console, found: "Mapping[str, Capabilities]") -> None:
+def capabilities(console: Console, found: "dict[EngineKind, Capabilities]") -> None:
     """What engines can do here, one column each."""
     table = Table("", *found)
     for field in next(iter(found.values())).__struct_fields__[1:]:
