@@ -24,6 +24,7 @@ class Request(msgspec.Struct):
     made: int = 0  # tokens generated
     cuts: list[tuple[int, int]] = []  # version, and tokens made when the first step under it began
     reason: str = "abort"  # why it ended
+    labels: list[tuple[int, int]] | None = None  # the library's own: version and tokens, in turn
 
     @property
     def version(self) -> int | None:
