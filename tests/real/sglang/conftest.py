@@ -3,6 +3,7 @@ ones. Its weights are random, in the shapes of the canary weights, so that both 
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,12 +12,12 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from tests.real.conftest import Rig
 
 from rlsched.real import installs
 from rlsched.real.client import EngineClient, TrainerClient
 from rlsched.real.config import EngineConfig, TrainerConfig
 from rlsched.real.model import CANARY, build
+from tests.real.conftest import Rig
 
 MODULE = "rlsched.real.engines.sglang"
 SHARING = "rlsched.real.engines.sglang_sharing"
@@ -52,6 +53,21 @@ class SglangRig(Rig):
             )
 
         return self._keep(self.run(made(), START_S))
+
+    async def begin(self, engine: EngineClient, count: int, **requests: tuple[list[int], int]) -> dict[str, int]:
+        """Bring requests, each a prompt and a length, to `count` tokens or a few more, and leave the engine paused.
+
+        Orders go out in pairs, so that however late this process comes to run, no request runs away from it.
+        """
+        await engine.pause()
+        for name, (tokens, length) in requests.items():
+            await engine.submit(name, tokens, length)
+        live = dict.fromkeys(requests, 0)
+        while min(live.values()) < count:
+            _, paused = await asyncio.gather(engine.resume(), engine.pause())
+            live = paused.live
+            assert live.keys() == requests.keys(), "a request has ended before it was wanted"
+        return live
 
 
 def server_of(client: EngineClient) -> list[int]:

@@ -9,19 +9,16 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from tests.real.sglang.conftest import said
-
 from rlsched.real.wire import Refused
+from tests.real.sglang.conftest import said
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(1800)]
 
 
 def test_abort_delivers_partials_and_resubmission_continues_them(rig, engine, model, greedy, prompt):
     async def interrupted():
-        await asyncio.gather(*(engine.submit(f"r{i}", prompt(i), 120) for i in range(4)))
-        await rig.until_generated(engine, 5)
-        await engine.resume()
-        aborted = await engine.abort()
+        await rig.begin(engine, 5, **{f"r{i}": (prompt(i), 120) for i in range(4)})
+        _, aborted = await asyncio.gather(engine.resume(), engine.abort())
         partial = {r: rig.ended[r] for r in aborted.rollouts}  # told before the answer: no waiting
         for i in range(4):
             tokens = partial[f"r{i}"].tokens
@@ -71,10 +68,7 @@ def test_a_request_whose_last_step_an_abort_lets_happen_is_complete(rig, engine,
 
 def test_a_name_that_begins_with_another_is_not_aborted_with_it(rig, engine, prompt):
     async def prefixes():
-        await engine.pause()
-        await asyncio.gather(*(engine.submit(name, prompt(0), 100) for name in ("x-1", "x-10", "x-100")))
-        await engine.resume()
-        await rig.until_generated(engine, 1)
+        await rig.begin(engine, 1, **dict.fromkeys(("x-1", "x-10", "x-100"), (prompt(0), 100)))
         aborted = await engine.abort(["x-1"])
         await engine.resume()
         return aborted.rollouts, await rig.end_of("x-10", "x-100")
@@ -89,8 +83,7 @@ def test_a_name_that_begins_with_another_is_not_aborted_with_it(rig, engine, pro
 
 def test_a_pause_stands_still_and_an_abort_inside_gives_back_all(rig, engine, model, greedy, prompt):
     async def still():
-        await asyncio.gather(*(engine.submit(f"r{i}", prompt(i), 150) for i in range(3)))
-        first = await rig.until_generated(engine, 7)
+        first = await rig.begin(engine, 7, **{f"r{i}": (prompt(i), 150) for i in range(3)})
         await engine.submit("queued", prompt(3), 10)
         await asyncio.sleep(0.2)
         second = (await engine.pause()).live
@@ -111,10 +104,9 @@ def test_a_pause_stands_still_and_an_abort_inside_gives_back_all(rig, engine, mo
 
 def test_a_pause_that_keeps_recomputes_nothing_and_one_that_retracts_recomputes_all(rig, engine, model, greedy, prompt):
     async def paused(mode):
-        await asyncio.gather(*(engine.submit(f"{mode}{i}", prompt(i), 60) for i in range(3)))
-        made = await rig.until_generated(engine, 4)
-        await engine.resume()
-        live = (await engine.pause(mode)).live
+        made = await rig.begin(engine, 4, **{f"{mode}{i}": (prompt(i), 150) for i in range(3)})
+        _, paused = await asyncio.gather(engine.resume(), engine.pause(mode))
+        live = paused.live
         await engine.trace(True)
         await asyncio.sleep(0.2)
         assert await engine.trace(True) == []  # no step after the answer
@@ -128,32 +120,31 @@ def test_a_pause_that_keeps_recomputes_nothing_and_one_that_retracts_recomputes_
         again = sum(4 + made for made in live.values())
         assert sum(s.prompt_tokens for s in steps) == (again if mode == "retract" else 0)
         for i, end in enumerate(ends):
-            assert end.tokens == greedy(model, prompt(i), 60)
+            assert end.tokens == greedy(model, prompt(i), 150)
 
 
 def test_a_pause_that_retracts_inside_another_frees_the_kv(rig, engine, model, greedy, prompt):
     async def twice():
-        await engine.submit("r", prompt(0), 40)
-        await rig.until_generated(engine, 3)
+        await rig.begin(engine, 3, r=(prompt(0), 100))
         assert not (await engine.flush()).ok
         await engine.pause("retract")
         assert (await engine.flush()).ok
         await engine.resume()
         return (await rig.end_of("r"))[0]
 
-    assert rig.run(twice()).tokens == greedy(model, prompt(0), 40)
+    assert rig.run(twice()).tokens == greedy(model, prompt(0), 100)
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["running", "in a pause"])
 def test_a_pause_that_aborts_ends_all_with_what_they_have(rig, engine, model, greedy, prompt, inside):
     async def aborted():
-        await asyncio.gather(*(engine.submit(f"r{i}", prompt(i), 400) for i in range(3)))
-        made = await rig.until_generated(engine, 4)
+        made = await rig.begin(engine, 4, **{f"r{i}": (prompt(i), 150) for i in range(3)})
         if inside:
             await engine.submit("queued", prompt(3), 10)
+            told = await engine.pause("abort")
         else:
-            await engine.resume()
-        assert (await engine.pause("abort")).live == {}
+            _, told = await asyncio.gather(engine.resume(), engine.pause("abort"))
+        assert told.live == {}
         ends = dict(rig.ended)  # told before the answer
         await engine.trace(True)
         await engine.submit("later", prompt(5), 10)
@@ -181,8 +172,7 @@ def test_a_pause_mode_that_is_not_sglangs_is_refused(rig, engine):
 
 def test_flush_is_refused_while_requests_hold_kv_and_recomputes_when_told(rig, engine, model, greedy, prompt):
     async def flushed():
-        await asyncio.gather(*(engine.submit(f"r{i}", prompt(i), 60) for i in range(3)))
-        await rig.until_generated(engine, 3)
+        await rig.begin(engine, 3, **{f"r{i}": (prompt(i), 150) for i in range(3)})
         refused = await engine.flush()
         done = await engine.flush(recompute=True)
         await engine.trace(True)
@@ -194,4 +184,4 @@ def test_flush_is_refused_while_requests_hold_kv_and_recomputes_when_told(rig, e
     assert (refused.ok, done.ok, idle.ok) == (False, True, True)
     assert steps[0].prompt_tokens >= 3 * (4 + 3)
     for i, end in enumerate(ends):
-        assert end.tokens == greedy(model, prompt(i), 60)
+        assert end.tokens == greedy(model, prompt(i), 150)

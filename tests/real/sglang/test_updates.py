@@ -10,8 +10,6 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from tests.real.sglang.conftest import SPEC, said
-
 from rlsched.real.canary import BOS, Claim, mismatches
 from rlsched.real.canary_forger import Forger
 from rlsched.real.client import CommandFailed, EngineClient
@@ -19,6 +17,7 @@ from rlsched.real.commands import Sample
 from rlsched.real.model import build
 from rlsched.real.transport import BroadcastBuckets, Buckets, Checkpoints, SharedBuckets
 from rlsched.real.wire import Refused
+from tests.real.sglang.conftest import SPEC, said
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(1800)]
 PATIENCE_S = 60.0
@@ -133,8 +132,7 @@ def test_sleep_is_asked_for_and_frees_nothing(rig, engine, trainer, model, greed
         await trainer.reset(0)
         with pytest.raises(Refused, match="pause"):
             await engine.sleep(2)
-        await engine.submit("r", prompt(0), 400)
-        await rig.until_generated(engine, 3)
+        await rig.begin(engine, 3, r=(prompt(0), 400))
         # Of this the server would die.
         with pytest.raises(Refused, match="stand on the KV"):
             await engine.sleep(2)
@@ -173,8 +171,7 @@ def test_a_sleep_is_possible_in_each_pause_that_frees_the_kv(rig, engine, model,
     """What was retracted waits in the server's queue meanwhile, and goes on."""
 
     async def nap():
-        await engine.submit("r", prompt(0), 60)
-        await rig.until_generated(engine, 3)
+        await rig.begin(engine, 3, r=(prompt(0), 150))
         await engine.pause(mode)
         await engine.sleep(1)
         await engine.wake(["kv"])
@@ -210,8 +207,7 @@ def test_tokens_say_their_version_across_an_update(rig, engine, forger, recomput
         await engine.pause()
         await bring(engine, forger, 1)
         await engine.resume()
-        await engine.submit("held", PROMPT, 60)
-        await rig.until_generated(engine, 10)
+        await rig.begin(engine, 10, held=(PROMPT, 150))
         if recompute:
             await engine.pause("retract")
         cut = (await bring(engine, forger, 2))["held"]
@@ -219,11 +215,11 @@ def test_tokens_say_their_version_across_an_update(rig, engine, forger, recomput
         return cut, (await rig.end_of("held"))[0], await rig.generate(engine, "fresh", PROMPT, 10)
 
     cut, held, fresh = rig.run(held())
-    claims = [Claim(cut, 1, 1), Claim(60 - cut, 2, 2 if recompute else 1)]
+    claims = [Claim(cut, 1, 1), Claim(150 - cut, 2, 2 if recompute else 1)]
     assert mismatches(held.tokens, claims) == []
     assert mismatches(fresh.tokens, [Claim(10, 2, 2)]) == []
     assert (held.version, fresh.version) == (1, 2)
-    assert held.labels == [(1, cut), (2, 60 - cut)]  # without overlapped steps SGLang's own word is true
+    assert held.labels == [(1, cut), (2, 150 - cut)]  # without overlapped steps SGLang's own word is true
     assert not said(engine, "SGLang says")
 
 
@@ -232,10 +228,8 @@ def test_an_aborted_request_goes_on_under_the_new_version(rig, engine, forger):
         await engine.pause()
         await bring(engine, forger, 1)
         await engine.resume()
-        await engine.submit("part", PROMPT, 400)
-        await rig.until_generated(engine, 5)
-        await engine.resume()
-        await engine.pause("abort")
+        await rig.begin(engine, 5, part=(PROMPT, 400))
+        await asyncio.gather(engine.resume(), engine.pause("abort"))
         await bring(engine, forger, 2)
         await engine.resume()
         part = rig.ended["part"]

@@ -12,9 +12,8 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from tests.real.sglang.conftest import scheduler_of, server_of
-
 from rlsched.real.client import CommandFailed
+from tests.real.sglang.conftest import scheduler_of, server_of
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(1800)]
 
