@@ -41,7 +41,9 @@ class Request(msgspec.Struct):
         return said
 
     def spans(self) -> list[tuple[int, int]]:
-        """Versions and the numbers of tokens made under them, in order."""
+        """Versions and the numbers of tokens made under them, in order; none of one that never ran."""
+        if not self.cuts:
+            return []
         ends = [at for _, at in self.cuts[1:]]
         bounds = pairwise([0, *ends, self.made])
         return [(version, b - a) for (version, _), (a, b) in zip(self.cuts, bounds, strict=True) if b > a]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import traceback
 from collections.abc import Awaitable, Callable
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -168,13 +169,13 @@ class SglangDriver:
             tokens: list[int] = answer["output_ids"]
             # The record of its last step may still be on the way.
             await self._until(self._link.until(lambda: request.made >= len(tokens)), "tell of a step")
+            self._end(request, tokens, answer["meta_info"])
         except Exception as error:
+            traceback.print_exc()
             self._fail(error)
-            return
-        self._end(request, tokens, answer["meta_info"])
 
     def _end(self, request: Request, tokens: list[int], meta: dict[str, Any]) -> None:
-        logprobs = [float(entry[0]) for entry in meta.get("output_token_logprobs", [])]
+        logprobs = [float(entry[0]) for entry in meta.get("output_token_logprobs") or ()]
         request.reason = request.ended(tokens, str(meta["finish_reason"]["type"]), self._config.eos)
         name, spans = request.command.rollout, request.spans()
         if not request.made == len(tokens) == len(logprobs):

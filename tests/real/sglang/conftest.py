@@ -57,8 +57,8 @@ class SglangRig(Rig):
     async def begin(self, engine: EngineClient, count: int, **requests: tuple[list[int], int]) -> dict[str, int]:
         """Bring requests, each a prompt and a length, to `count` tokens or a few more, and leave the engine paused.
 
-        Orders go out in pairs, so that no request runs away from this process; should one run away from the engine's, on
-        a very busy machine, it is all begun again.
+        Orders go out in pairs, so that no request runs away from this process. Should one run away from the engine's,
+        on a very busy machine, it is all begun again.
         """
         await engine.pause()
         await engine.abort(requests)

@@ -17,21 +17,21 @@ pytestmark = [pytest.mark.real, pytest.mark.timeout(1800)]
 
 def test_abort_delivers_partials_and_resubmission_continues_them(rig, engine, model, greedy, prompt):
     async def interrupted():
-        await rig.begin(engine, 5, **{f"r{i}": (prompt(i), 600) for i in range(4)})
+        await rig.begin(engine, 5, **{f"r{i}": (prompt(i), 400) for i in range(4)})
         _, aborted = await asyncio.gather(engine.resume(), engine.abort())
         partial = {r: rig.ended[r] for r in aborted.rollouts}  # told before the answer: no waiting
         for i in range(4):
             tokens = partial[f"r{i}"].tokens
-            await engine.submit(f"again{i}", prompt(i) + tokens, 600 - len(tokens))
+            await engine.submit(f"again{i}", prompt(i) + tokens, 400 - len(tokens))
         return partial, await rig.end_of(*(f"again{i}" for i in range(4)))
 
     partial, rest = rig.run(interrupted())
     for i in range(4):
         part = partial[f"r{i}"]
         assert part.reason == "abort"
-        assert 0 < len(part.tokens) < 600
+        assert 0 < len(part.tokens) < 400
         assert len(part.logprobs) == len(part.tokens)
-        assert len(part.tokens + rest[i].tokens) == 600
+        assert len(part.tokens + rest[i].tokens) == 400
         assert (part.tokens + rest[i].tokens)[:150] == greedy(model, prompt(i), 150)
     assert not said(engine, " made, ")
 
@@ -65,6 +65,22 @@ def test_a_request_whose_last_step_an_abort_lets_happen_is_complete(rig, engine,
     rig.run(often())
     assert all((e.reason == "length") == (len(e.tokens) == 6) for e in rig.ended.values())
     assert all(e.reason in ("abort", "length") for e in rig.ended.values())
+
+
+def test_a_request_that_waits_for_kv_in_the_server_is_aborted_with_nothing(rig, engine, model, greedy, prompt):
+    async def crowded():
+        live = await rig.begin(engine, 0, **{f"r{i}": (prompt(i), 900) for i in range(3)})
+        while min(sorted(live.values())[1:]) < 2:
+            _, paused = await asyncio.gather(engine.resume(), engine.pause())
+            live = paused.live
+        waits = min(live, key=lambda name: live[name])
+        _, aborted = await asyncio.gather(engine.resume(), engine.abort([waits]))
+        return live, waits, aborted, rig.ended[waits]
+
+    live, waits, aborted, end = rig.run(crowded())
+    assert live[waits] == 0  # 3 x 904 tokens exceed the KV of 2,048
+    assert aborted.rollouts == [waits]
+    assert (end.tokens, end.logprobs, end.reason, end.labels) == ([], [], "abort", [])
 
 
 def test_a_name_that_begins_with_another_is_not_aborted_with_it(rig, engine, prompt):
@@ -139,7 +155,7 @@ def test_a_pause_that_retracts_inside_another_frees_the_kv(rig, engine, model, g
 @pytest.mark.parametrize("inside", [False, True], ids=["running", "in a pause"])
 def test_a_pause_that_aborts_ends_all_with_what_they_have(rig, engine, model, greedy, prompt, inside):
     async def aborted():
-        made = await rig.begin(engine, 4, **{f"r{i}": (prompt(i), 600) for i in range(3)})
+        made = await rig.begin(engine, 4, **{f"r{i}": (prompt(i), 400) for i in range(3)})
         if inside:
             await engine.submit("queued", prompt(3), 10)
             told = await engine.pause("abort")
