@@ -19,7 +19,9 @@ def test_abort_delivers_partials_and_resubmission_continues_them(rig, engine, mo
     async def interrupted():
         await rig.begin(engine, 5, **{f"r{i}": (prompt(i), 400) for i in range(4)})
         _, aborted = await asyncio.gather(engine.resume(), engine.abort())
-        partial = {r: rig.ended[r] for r in aborted.rollouts}  # told before the answer: no waiting
+        partial = dict(rig.ended)  # told before the answer: no waiting
+        reasons = {name: (end.reason, len(end.tokens)) for name, end in partial.items()}
+        assert sorted(aborted.rollouts) == ["r0", "r1", "r2", "r3"], reasons
         for i in range(4):
             tokens = partial[f"r{i}"].tokens
             await engine.submit(f"again{i}", prompt(i) + tokens, 400 - len(tokens))
