@@ -91,6 +91,7 @@ class Updated(Message, frozen=True):
     bytes: int
     checksum: str
     live: dict[str, int]
+    way: str = ""  # how a library in processes of its own took them, in its words; empty: there is only one way
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True):

@@ -38,6 +38,15 @@ class Family:
                     found += [int(child) for child in (task / "children").read_text().split()]
         return found
 
+    def stopped(self) -> list[int]:
+        """Its processes that somebody has stopped (SIGSTOP)."""
+        found = []
+        for pid in self.pids():
+            with contextlib.suppress(OSError):
+                if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt":
+                    found.append(pid)
+        return found
+
     def follow(self) -> None:
         """Bind all its threads to this process's cores, if those have changed."""
         cores = os.sched_getaffinity(0)

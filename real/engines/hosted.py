@@ -80,8 +80,9 @@ class Driver(Protocol):
     async def wake(self, parts: list[str]) -> None:
         """Take these parts, which sleep."""
 
-    async def install(self, version: int) -> None:
-        """Bring the landing's weights into the paused library, and see that they are there."""
+    async def install(self, version: int) -> str | None:
+        """Bring the landing's weights into the paused library, and see that they are there; how, if there are several
+        ways."""
 
 
 class HostedEngine:
@@ -115,6 +116,12 @@ class HostedEngine:
     def _fits(self, command: commands.Submit) -> bool:
         """Whether the library takes a request of that length whole."""
         return len(command.tokens) + command.max_new_tokens <= self.capabilities().max_request_tokens
+
+    async def _alive(self) -> None:
+        """Raise if the library's processes live, but no longer step."""
+
+    async def _reseed(self, seed: int) -> None:
+        """Sampling begins anew with this seed, if the library can do that."""
 
     # ------------------------------------------------------------ life
 
@@ -153,7 +160,7 @@ class HostedEngine:
     def _tell(self, request: Request, tokens: list[int], logprobs: list[float]) -> None:
         version = self._landing.version if request.version is None else request.version
         rollout, now = request.command.rollout, time.monotonic_ns()
-        self._port.notify(answers.Ended(rollout, tokens, logprobs, request.reason, version, now))
+        self._port.notify(answers.Ended(rollout, tokens, logprobs, request.reason, version, now, request.labels))
 
     # ------------------------------------------------------------ commands
 
@@ -179,12 +186,15 @@ class HostedEngine:
             case commands.BeginUpdate(version):
                 return self._begin_update(version)
             case commands.CopyBucket(path, size, pieces):
+                self._landing.comes("shared")
                 return await self._take(lambda: self._weights.copy(self._staging.at(path, size), pieces))
             case commands.ReceiveBucket(bucket_bytes, index):
                 pieces = self._weights.buckets(bucket_bytes)[index]
+                self._landing.comes("broadcast")
                 return await self._take(lambda: self._group.receive(self._weights, pieces))
             case commands.ReadBucket(path, bucket_bytes, index):
                 pieces = self._weights.buckets(bucket_bytes)[index]
+                self._landing.comes("disk", Path(path))
                 return await self._take(lambda: self._weights.read(Path(path), pieces))
             case commands.EndUpdate(version):
                 return await self._end_update(version)
@@ -201,9 +211,10 @@ class HostedEngine:
             case commands.Checksum():
                 return answers.Digest(self._landing.checksum(), self._landing.version)
             case commands.Count():
+                await self._alive()
                 return self._count()
-            case commands.Reset():
-                return await self._reset()
+            case commands.Reset(seed):
+                return await self._reset(seed)
         raise wire.Refused(f"not a command for an engine: {type(command).__name__}")
 
     def _submit(self, command: commands.Submit) -> answers.Done:
@@ -267,11 +278,11 @@ class HostedEngine:
         self._landing.usable = False
         # The way from here into the library is one bucket more, of all bytes.
         async with self._held(self._pace.bucket.of(size)):
-            await self._driver.install(version)
+            way = await self._driver.install(version)
         self._landing.usable = True
-        return answers.Updated(version, size, self._landing.checksum(), self._progress().live)
+        return answers.Updated(version, size, self._landing.checksum(), self._progress().live, way or "")
 
-    async def _reset(self) -> answers.Done:
+    async def _reset(self, seed: int) -> answers.Done:
         if live := self._driver.look():
             raise wire.Refused(f"{len(live)} requests are live")
         if self._landing.asleep:
@@ -281,6 +292,7 @@ class HostedEngine:
         self._landing.forget()
         await self._driver.install(0)
         await self._driver.flush(recompute=True)
+        await self._reseed(seed)
         await self._driver.resume()
         self._forget()
         return answers.Done()

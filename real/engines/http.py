@@ -18,8 +18,28 @@ class HttpError(Exception):
         self.status = status
 
 
-async def ask(port: int, method: str, path: str, body: Json | None = None) -> Any:
-    """The decoded answer, None if it is empty or no JSON. Raises HttpError, or OSError where nobody listens."""
+class Silent(Exception):  # noqa: N818
+    """Nobody answered in time."""
+
+
+async def ask(port: int, method: str, path: str, body: Json | None = None, patience_s: float | None = None) -> Any:
+    """The decoded answer, None if it is empty or no JSON. Raises HttpError, `Silent` after `patience_s` (None: never),
+    or OSError where nobody listens."""
+    try:
+        async with asyncio.timeout(patience_s):
+            status, answer = await _exchange(port, method, path, body)
+    except TimeoutError:
+        raise Silent(f"{path} has not been answered for {patience_s:.0f} s") from None
+    if not 200 <= status < 300:
+        raise HttpError(path, status, answer)
+    try:
+        return msgspec.json.decode(answer) if answer else None
+    except msgspec.DecodeError:
+        return None
+
+
+async def _exchange(port: int, method: str, path: str, body: Json | None) -> tuple[int, bytes]:
+    """Status and body of the answer."""
     content = b"" if body is None else msgspec.json.encode(body)
     head = (
         f"{method} {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n"
@@ -39,12 +59,7 @@ async def ask(port: int, method: str, path: str, body: Json | None = None) -> An
         answer = await _chunks(reader) if chunked else await reader.read()
     finally:
         writer.close()
-    if not 200 <= status < 300:
-        raise HttpError(path, status, answer)
-    try:
-        return msgspec.json.decode(answer) if answer else None
-    except msgspec.DecodeError:
-        return None
+    return status, answer
 
 
 async def _chunks(reader: asyncio.StreamReader) -> bytes:

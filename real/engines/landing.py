@@ -7,6 +7,7 @@ library.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from ..model import ModelSpec, build, fill
@@ -39,4 +40,22 @@ class Landing(Residence):
     def forget(self) -> None:
         """Whole weights of version 0 are in place."""
         fill(self.model, self._spec)
+        self._came()
         super().forget()
+
+    def begin_update(self, version: int) -> None:
+        """Open an update; one that was open before is forgotten."""
+        super().begin_update(version)
+        self._came()
+
+    def _came(self) -> None:
+        self.transports: set[str] = set()
+        """What has brought the update's buckets, as `Capabilities` calls it."""
+        self.files: set[Path] = set()
+        """Checkpoints that they were read from."""
+
+    def comes(self, transport: str, file: Path | None = None) -> None:
+        """A bucket is about to come."""
+        self.transports.add(transport)
+        if file is not None:
+            self.files.add(file)

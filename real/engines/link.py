@@ -2,7 +2,8 @@
 
 A library's own answers say neither what a step computed nor when a pause has taken effect. (SGLang answers
 `/pause_generation`, or is silent to `/generate`, before its scheduler has seen them.) A hook in the scheduler's process
-sends these records over a Unix socket. It is in the abstract namespace: no file, nothing to clean up.
+sends these records over a Unix socket. It is in the abstract namespace: no file, nothing to clean up. The other way go
+a few orders, which the scheduler's loop carries out when it comes by; so an answer also says that it does come by.
 
 Here are the records and the child's end. Nothing but msgspec is imported.
 """
@@ -61,13 +62,40 @@ class Stood(msgspec.Struct, frozen=True, array_like=True, tag="stood"):
     standing: list[str]
 
 
-Record = Taken | Stepped | Stood
+class Obeyed(msgspec.Struct, frozen=True, array_like=True, tag="obeyed"):
+    """The scheduler's loop has come by, and carried this order out."""
+
+    order: int
 
 
-def frame(record: Record) -> bytes:
-    """One record as bytes on the socket."""
-    body = msgspec.msgpack.encode(record)
+Record = Taken | Stepped | Stood | Obeyed
+
+
+class Order(msgspec.Struct, frozen=True, array_like=True):
+    """What the child asks of the scheduler's loop. Orders are numbered from 1."""
+
+    number: int
+    seed: int | None = None  # of sampling, from now on; None: only say that the loop comes by
+
+
+def frame(message: Record | Order) -> bytes:
+    """One message as bytes on the socket."""
+    body = msgspec.msgpack.encode(message)
     return HEADER.pack(len(body)) + body
+
+
+def unframe(data: bytes) -> tuple[list[bytes], bytes]:
+    """The whole messages in `data`, and what is left."""
+    found: list[bytes] = []
+    at = 0
+    while len(data) - at >= HEADER.size:
+        (length,) = HEADER.unpack_from(data, at)
+        begin, end = at + HEADER.size, at + HEADER.size + length
+        if end > len(data):
+            break
+        found.append(data[begin:end])
+        at = end
+    return found, data[at:]
 
 
 class Link:
@@ -83,6 +111,7 @@ class Link:
         self._listener.setblocking(False)
         self._peer: socket.socket | None = None
         self._rest = b""
+        self._ordered = self._obeyed = 0  # numbers of the last orders given, and carried out
         self._news = asyncio.Event()
         asyncio.get_running_loop().add_reader(self._listener, self._accept)
 
@@ -91,6 +120,7 @@ class Link:
         peer.setblocking(False)
         self._peer = peer
         asyncio.get_running_loop().add_reader(peer, self.drain)
+        self._wake()
 
     def drain(self) -> None:
         """Take all that has come. What the scheduler told before it answered a request is here when the answer is."""
@@ -104,26 +134,36 @@ class Link:
                 break
             self._rest += data
             ended = not data
-        at = 0
-        while len(self._rest) - at >= HEADER.size:
-            (length,) = HEADER.unpack_from(self._rest, at)
-            end = at + HEADER.size + length
-            if end > len(self._rest):
-                break
-            self._on_record(self._decoder.decode(self._rest[at + HEADER.size : end]))
-            at = end
-        self._rest = self._rest[at:]
-        # Whoever waits looks again.
-        self._news.set()
-        self._news.clear()
+        found, self._rest = unframe(self._rest)
+        for message in found:
+            record = self._decoder.decode(message)
+            if isinstance(record, Obeyed):
+                self._obeyed = record.order
+            else:
+                self._on_record(record)
+        self._wake()
         if ended:
             self._hang_up()
+
+    def _wake(self) -> None:
+        """Whoever waits looks again."""
+        self._news.set()
+        self._news.clear()
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait for a condition that only records can bring about."""
         self.drain()
         while not condition():
             await self._news.wait()
+
+    async def order(self, seed: int | None = None) -> None:
+        """Have the scheduler's loop come by, and seed sampling if a seed is given; return when it has."""
+        await self.until(lambda: self._peer is not None)
+        assert self._peer is not None
+        self._ordered += 1
+        number = self._ordered
+        self._peer.sendall(frame(Order(number, seed)))
+        await self.until(lambda: self._obeyed >= number)
 
     def _hang_up(self) -> None:
         if self._peer is not None:

@@ -4,13 +4,16 @@
 
 * An abort lets a running request do one more step, whose token counts. Inside a pause nothing steps: there all running
   requests go back to SGLang's queue first (`retract`), and those not aborted compute their KV anew when it goes on.
-* A complete update goes from the landing into the server, whose parameters are then compared with it. The prefix cache
-  is off, so that no stale prefix is left behind. KV that live requests hold stays old until they are flushed with
-  `recompute`, as in the embedded engine.
+* A complete update goes from the landing into the server (see `sglang_updates`), and is compared with what is there
+  then. The prefix cache is off, so that no stale prefix is left behind. KV that live requests hold stays old until they
+  are flushed with `recompute`, as in the embedded engine.
+* Counting also asks the scheduler's loop to come by, so that one that has stopped is named. A control that the server
+  has not answered in a minute is the engine's end.
 * Submitted in a pause, a request waits in this process.
 * On a CPU SGLang's sleep frees nothing. It is asked for all the same, so that the order of calls is the one on a GPU,
   and a level 2 sleep still wants a complete update; `Capabilities.sleep_frees` is empty, and `Slept` is measured.
-* Sampling is seeded at the start alone: SGLang's CPU sampler can't be seeded anew by `Reset`.
+* SGLang's seed for each request needs kernels that a CPU build without `sgl_kernel` lacks. `Reset` seeds the generator
+  that its sampler draws from, as in the embedded engine: what a request draws depends on its batch mates.
 * Versions are this child's own, from the updates that it made. SGLang's label of each token is compared with them, and
   where they differ a line on stderr says so.
 
@@ -46,6 +49,12 @@ class SglangEngine(HostedEngine):
     def _fits(self, command: commands.Submit) -> bool:
         return super()._fits(command) and len(command.tokens) < self._max_input_tokens
 
+    async def _alive(self) -> None:
+        await self._driver.alive()
+
+    async def _reseed(self, seed: int) -> None:
+        await self._driver.reseed(seed)
+
     def capabilities(self) -> Capabilities:
         """What it can do here."""
         info = self._driver.info
@@ -62,7 +71,7 @@ class SglangEngine(HostedEngine):
             page_size=info["page_size"],
             max_requests=info["max_running_requests"],
             max_batch_tokens=info["chunked_prefill_size"],
-            pause_modes=("keep",),
+            pause_modes=("keep", "retract", "abort"),
             flush_live=True,
             sleep_levels=self._landing.levels,
             sleep_frees=("weights", "kv") if info["enable_memory_saver"] else (),

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Awaitable, Callable
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -19,10 +20,15 @@ from ..answers import Step
 from ..commands import Json, PauseMode, Submit
 from ..config import EngineConfig
 from .hosted_requests import Request, Requests
+from .http import Silent
 from .link import LINK, Link, Record, Stepped, Stood, Taken, Terms, Totals
+from .sglang_arguments import arguments_of, body_of
 from .sglang_landing import SglangLanding
-from .sglang_process import Server
+from .sglang_process import PATIENCE_S, Server
+from .sglang_updates import Updates
 
+PING_S = 20.0
+"""How long the scheduler may take to come by; it does after each step."""
 TAGS = {"weights": "weights", "kv": "kv_cache"}
 """Parts of the memory, as SGLang calls them."""
 Told = Callable[[Request, list[int], list[float]], None]
@@ -39,6 +45,7 @@ class SglangDriver:
         self._on_end = on_end
         self._sharing = sharing
         self._link = Link(self._on_record)
+        self._updates = Updates(self._post, landing, config.device)
         self._requests = Requests()
         self._stood = 0  # pauses that have taken effect
         self.server: Server
@@ -68,9 +75,9 @@ class SglangDriver:
         try:
             # Each flush collects garbage, for 0.4 s unless what is there from the start is left out. The server asks
             # that of itself, but at times before it listens, and then not again.
-            await self.server.post("/freeze_gc", {})
+            await self._post("/freeze_gc", {})
             self.info = await self.server.get("/server_info")
-            await self._compare()
+            await self._updates.compare()
         except BaseException:
             self.server.kill()
             raise
@@ -84,6 +91,46 @@ class SglangDriver:
             raise RuntimeError(f"the SGLang server ended: exit code {ending.result()}")
         ending.cancel()
         self._fault.result()
+
+    async def alive(self) -> None:
+        """Have the scheduler's loop come by. Raises `Silent` if it doesn't."""
+        try:
+            async with asyncio.timeout(PING_S):
+                await self._link.order()
+        except TimeoutError:
+            raise self._silence(f"the SGLang scheduler has not answered for {PING_S:.0f} s") from None
+
+    async def reseed(self, seed: int) -> None:
+        """Sampling begins anew with this seed."""
+        await self._until(self._link.order(seed), "seed its sampling")
+
+    def _silence(self, what: str) -> Silent:
+        stopped = self.server.stopped()
+        return Silent(f"{what}; stopped: {', '.join(map(str, stopped))}" if stopped else what)
+
+    def _fail(self, error: Exception) -> None:
+        """End the engine: after this nobody knows where the server stands."""
+        if not self._fault.done():
+            self._fault.set_exception(error)
+
+    async def _post(self, path: str, body: Json) -> Any:
+        """Tell the server something; its silence is the engine's end."""
+        try:
+            return await self.server.post(path, body)
+        except Silent as silence:
+            error = self._silence(f"the SGLang server is silent: {silence}")
+            self._fail(error)
+            raise error from None
+
+    async def _until(self, news: Awaitable[None], what: str) -> None:
+        """Wait for news of the scheduler; its silence is the engine's end."""
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                await news
+        except TimeoutError:
+            error = self._silence(f"for {PATIENCE_S:.0f} s the SGLang scheduler did not {what}")
+            self._fail(error)
+            raise error from None
 
     def _on_record(self, record: Record) -> None:
         match record:
@@ -117,26 +164,26 @@ class SglangDriver:
     async def _generate(self, request: Request) -> None:
         """One request, from here into the server and back."""
         try:
-            answer = await self.server.post("/generate", body_of(request, self._config.temperature, self._config.eos))
+            body = body_of(request, self._config.temperature, self._config.eos)
+            answer = await self.server.post("/generate", body, patience_s=None)
             tokens: list[int] = answer["output_ids"]
             # The record of its last step may still be on the way.
-            async with asyncio.timeout(10):
-                await self._link.until(lambda: request.made >= len(tokens))
+            await self._until(self._link.until(lambda: request.made >= len(tokens)), "tell of a step")
+            self._end(request, tokens, answer["meta_info"])
         except Exception as error:
-            if not self._fault.done():
-                self._fault.set_exception(error)
-            return
-        self._end(request, tokens, answer["meta_info"])
+            traceback.print_exc()
+            self._fail(error)
 
     def _end(self, request: Request, tokens: list[int], meta: dict[str, Any]) -> None:
-        logprobs = [float(entry[0]) for entry in meta.get("output_token_logprobs", [])]
+        logprobs = [float(entry[0]) for entry in meta.get("output_token_logprobs") or ()]
         request.reason = request.ended(tokens, str(meta["finish_reason"]["type"]), self._config.eos)
         name, spans = request.command.rollout, request.spans()
         if not request.made == len(tokens) == len(logprobs):
             print(f"{name}: {request.made} made, {len(tokens)} came, {len(logprobs)} logprobs", file=sys.stderr)
-        labels = [(int(s["version"]), s["end"] - s["start"]) for s in meta.get("weight_versions") or ()]
-        if [label for label in labels if label[1]] != spans:
-            print(f"{name}: SGLang says {labels}, installed was {spans}", file=sys.stderr)
+        told = [(int(s["version"]), s["end"] - s["start"]) for s in meta.get("weight_versions") or ()]
+        request.labels = [(version, count) for version, count in told if count]
+        if request.labels != spans:
+            print(f"{name}: SGLang says {request.labels}, installed was {spans}", file=sys.stderr)
         self._requests.remove(request)
         self._on_end(request, tokens, logprobs)
 
@@ -154,35 +201,43 @@ class SglangDriver:
             # A running request ends with a step, and in a pause there is none; from the queue it goes at once.
             await self.pause("retract")
         if inside and len(inside) == len(self._requests.sent()):
-            await self.server.post("/abort_request", {"abort_all": True})
+            await self._post("/abort_request", {"abort_all": True})
         else:
             for request in inside:
-                await self.server.post("/abort_request", {"rid": request.rid})
-        await asyncio.gather(*(r.sent for r in inside if r.sent is not None))
+                await self._post("/abort_request", {"rid": request.rid})
+        await self._until(settled([r.sent for r in inside if r.sent is not None]), "end what was aborted")
         return [r.command.rollout for r in (*waiting, *inside) if r.reason == "abort"]
 
     async def _settle(self, requests: list[Request]) -> None:
         """Wait until the scheduler has these requests: what is still on its way would miss an abort or a pause."""
-        settled = asyncio.ensure_future(
-            self._link.until(lambda: all(r.queued or r.rid not in self._requests for r in requests))
-        )
-        await asyncio.wait({settled, self._fault}, return_when=asyncio.FIRST_COMPLETED)
-        settled.cancel()
+        there = self._link.until(lambda: all(r.queued or r.rid not in self._requests for r in requests))
+        waiting = asyncio.ensure_future(self._until(there, "take its requests"))
+        # One that the server refused will never be there.
+        await asyncio.wait({waiting, self._fault}, return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
 
     # ------------------------------------------------------------ pauses
 
     async def pause(self, mode: PauseMode = "keep") -> None:
-        """Stand still at a step's end; `retract` puts what runs back into the queue, also inside a pause."""
+        """Stand still at a step's end. Inside a pause `retract` still puts what runs back into the queue, and `abort`
+        still ends all requests."""
+        if mode == "abort":
+            # By itself SGLang would look once a second whether all have ended, and inside a pause for ever: a running
+            # request ends with a step. And where nothing is left, it has no need to tell its scheduler of the pause.
+            await self.abort(None)
+            await self._post("/pause_generation", {"mode": "abort"})
+            self.paused, self.standing = True, set()
+            return
         if not self.paused:
             await self._settle(self._requests.sent())
         before = self._stood
-        await self.server.post("/pause_generation", {"mode": "in_place" if mode == "keep" else mode})
-        await self._link.until(lambda: self._stood > before)
+        await self._post("/pause_generation", {"mode": "in_place" if mode == "keep" else mode})
+        await self._until(self._link.until(lambda: self._stood > before), "pause")
         self.paused = True
 
     async def resume(self) -> None:
         """Go on, and send what has waited here."""
-        await self.server.post("/continue_generation", {})
+        await self._post("/continue_generation", {})
         self.paused = False
         self.standing = set()
         for request in self._requests.live.values():
@@ -198,7 +253,7 @@ class SglangDriver:
             return False
         # Also with nothing live: a request that has just ended is in SGLang's batch until the next step.
         await self.pause("retract")
-        await self.server.post("/flush_cache", {})
+        await self._post("/flush_cache", {})
         if not paused:
             await self.resume()
         return True
@@ -209,79 +264,19 @@ class SglangDriver:
         """Release these parts of the memory, in a pause in which nothing stands."""
         # With a request in its batch, and be it one that has just ended, the server would die of a release.
         await self.pause("retract")
-        await self.server.post("/release_memory_occupation", {"tags": [TAGS[part] for part in parts]})
+        await self._post("/release_memory_occupation", {"tags": [TAGS[part] for part in parts]})
 
     async def wake(self, parts: list[str]) -> None:
         """Resume these parts, which sleep: resuming others would be the server's death."""
         if parts:
-            await self.server.post("/resume_memory_occupation", {"tags": [TAGS[part] for part in parts]})
+            await self._post("/resume_memory_occupation", {"tags": [TAGS[part] for part in parts]})
 
-    async def install(self, version: int) -> None:
-        """Bring the landing's weights into the paused server, and see that they are there."""
-        await self.server.post("/begin_weight_update", {})
-        try:
-            update = {
-                "serialized_named_tensors": [self._landing.payload()],
-                "weight_version": str(version),
-                # Refused while requests hold KV, with the weights changed all the same. Without a prefix cache there
-                # is no other KV; theirs is theirs.
-                "flush_cache": False,
-            }
-            await self.server.post("/update_weights_from_tensor", update)
-        finally:
-            await self.server.post("/end_weight_update", {})
-        await self._compare()
-
-    async def _compare(self) -> None:
-        """Raise unless the server's parameters are the landing's, bit for bit."""
-        told = await self.server.post("/weights_checker", {"action": "checksum"})
-        found, expected = told["ranks"][0]["checksums"], self._landing.expected()
-        if found != expected:
-            names = sorted(n for n in {*found, *expected} if found.get(n) != expected.get(n))
-            raise RuntimeError(f"the server's weights are not what it was given: {', '.join(names)}")
+    async def install(self, version: int) -> str:
+        """Bring the landing's weights into the paused server, and see that they are there; which way they went."""
+        return await self._updates.install(version)
 
 
-def body_of(request: Request, temperature: float, eos: int | None) -> Json:
-    """What `/generate` is asked."""
-    forced = request.command.forced
-    sampling: Json = {
-        "temperature": temperature,
-        "max_new_tokens": request.command.max_new_tokens,
-        "ignore_eos": forced,
-    }
-    if not forced and eos is not None:
-        sampling["stop_token_ids"] = [eos]
-    return {
-        "rid": request.rid,
-        "input_ids": request.command.tokens,
-        "sampling_params": sampling,
-        "return_logprob": True,
-        "logprob_start_len": -1,  # of the output alone
-    }
-
-
-def arguments_of(config: EngineConfig, folder: str, sharing: bool) -> list[str]:
-    """The server's command line."""
-    chosen = {
-        "model-path": folder,
-        "device": config.device,
-        "attention-backend": "torch_native",
-        "sampling-backend": "pytorch",
-        "grammar-backend": "none",
-        "dtype": config.model.dtype,
-        "max-total-tokens": config.kv_blocks * config.page_size,
-        "page-size": config.page_size,
-        "max-running-requests": config.max_requests,
-        "chunked-prefill-size": config.max_batch_tokens,
-        "max-prefill-tokens": config.max_batch_tokens,
-        "random-seed": config.seed,
-        "weight-version": 0,
-        "log-level": "warning",
-    }
-    # No tokenizer: nothing but token ids comes and goes. Overlapped, a step's tokens would come out only after the next
-    # step has begun.
-    switches = ["skip-tokenizer-init", "skip-server-warmup", "sleep-on-idle", "disable-overlap-schedule"]
-    if not sharing:
-        switches.append("disable-radix-cache")
-    valued = [word for name, value in chosen.items() for word in (f"--{name}", str(value))]
-    return [*valued, *(f"--{name}" for name in switches)]
+async def settled(requests: list[asyncio.Task[None]]) -> None:
+    """Wait until these have ended. They are not cancelled if this is."""
+    if requests:
+        await asyncio.wait(requests)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import pickle
+from types import SimpleNamespace
 
 import torch
 
@@ -29,10 +30,23 @@ ROWS = 64
 class SglangLanding(Landing):
     """Weights of one engine, in SGLang's terms."""
 
+    def flat(self) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        """All parameters, and their bytes one after another, as SGLang cuts up a flattened bucket. Wide elements come
+        first, so that each parameter is aligned."""
+        found = sorted(self.weights.parameters.items(), key=lambda item: -item[1].element_size())
+        named = {name: p.detach() for name, p in found}
+        return named, torch.cat([p.contiguous().view(-1).view(torch.uint8) for p in named.values()])
+
     def payload(self) -> str:
-        """All parameters as `/update_weights_from_tensor` takes them."""
-        named = [(name, p.detach()) for name, p in self.weights.parameters.items()]
-        return base64.b64encode(pickle.dumps(named)).decode()
+        """All parameters as `/update_weights_from_tensor` takes a flattened bucket."""
+        named, flat = self.flat()
+        pieces: list[SimpleNamespace] = []
+        end = 0
+        for name, p in named.items():
+            begin, end = end, end + p.numel() * p.element_size()
+            place = {"start_idx": begin, "end_idx": end, "numel": end - begin}
+            pieces.append(SimpleNamespace(name=name, shape=p.shape, dtype=p.dtype, **place))
+        return base64.b64encode(pickle.dumps({"flattened_tensor": flat, "metadata": pieces})).decode()
 
     def expected(self) -> dict[str, str]:
         """Checksums of the server's parameters, by its names, as `/weights_checker` gives them."""

@@ -14,11 +14,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .family import Family, adopt_orphans
-from .http import HttpError, ask
+from .http import HttpError, Silent, ask
 
 SERVER = "rlsched.real.engines.sglang_server"
 START_S = 300.0
 """Longest start. It takes a third of a minute on idle cores, and minutes on busy ones."""
+PATIENCE_S = 60.0
+"""Longest answer to anything but a request. None takes a second; a machine may be busy."""
 SETTINGS = {
     "SGLANG_USE_CPU_ENGINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
@@ -59,17 +61,17 @@ class Server(Family):
     async def _serves(self) -> bool:
         try:
             await self.get("/model_info")
-        except (OSError, HttpError):
+        except (OSError, HttpError, Silent):
             return False
         return True
 
     async def get(self, path: str) -> Any:
-        """Ask it."""
-        return await ask(self.port, "GET", path)
+        """Ask it. Raises `Silent` if it doesn't answer."""
+        return await ask(self.port, "GET", path, patience_s=PATIENCE_S)
 
-    async def post(self, path: str, body: dict[str, Any]) -> Any:
-        """Tell it."""
-        return await ask(self.port, "POST", path, body)
+    async def post(self, path: str, body: dict[str, Any], patience_s: float | None = PATIENCE_S) -> Any:
+        """Tell it. Raises `Silent` if it doesn't answer in time; None: it may take for ever."""
+        return await ask(self.port, "POST", path, body, patience_s)
 
     async def ended(self) -> int:
         """Wait for the end of its first process; its exit code."""

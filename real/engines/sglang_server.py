@@ -4,6 +4,7 @@ The hook goes in by SGLang's plugin interface (`sglang.srt.plugins`). It changes
 
 * `Scheduler.run_batch` is held to the declared minimum of the step, before its tokens go out;
 * after each step, each pause and each request taken in, a record goes to the engine child (see `link`);
+* once round its loop the scheduler looks for the child's orders: to say that it comes by, and to seed sampling;
 * while it is paused the scheduler waits for messages instead of polling, as it does when it is idle.
 
 Run as `python -m rlsched.real.engines.sglang_server ARGUMENTS`, with the arguments of `sglang.launch_server`. SGLang
@@ -28,7 +29,7 @@ from ..answers import Step
 from ..child import PR_SET_PDEATHSIG
 from ..pacing import Pacer
 from . import sglang_shim
-from .link import LINK, Record, Stepped, Stood, Taken, Terms, Totals, frame
+from .link import LINK, Obeyed, Order, Record, Stepped, Stood, Taken, Terms, Totals, frame, unframe
 
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 
@@ -41,6 +42,7 @@ class Hook:
         self._pace = terms.pace
         self._pacer = Pacer()
         self._peer: socket.socket | None = None
+        self._rest = b""
         self._stepped = 0  # when the last step ended
         self._step: Step | None = None
 
@@ -48,6 +50,7 @@ class Hook:
         """Ask SGLang to put the hook in, in whichever process has a scheduler."""
         hooks = importlib.import_module("sglang.srt.plugins.hook_registry")
         around: dict[str, Callable[..., Any]] = {
+            "ingest_requests": self.ingest_requests,
             "run_batch": self.run_batch,
             "process_batch_result": self.process_batch_result,
             "handle_generate_request": self.handle_generate_request,
@@ -59,10 +62,38 @@ class Hook:
             hooks.HookRegistry.register(f"{SCHEDULER}.{method}", hook, hooks.HookType.AROUND)
 
     def _tell(self, record: Record) -> None:
-        if self._peer is None:
-            self._peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            self._peer.connect(f"\0{self._address}")
+        assert self._peer is not None, "the scheduler's loop has not begun"
         self._peer.sendall(frame(record))
+
+    # ------------------------------------------------------------ orders
+
+    def ingest_requests(self, original: Callable[..., Any], scheduler: Any, *rest: Any, **options: Any) -> Any:
+        """Once round the loop: carry out what the child has ordered, then take messages."""
+        if self._peer is None:
+            self._connect(scheduler)
+        for order in self._orders():
+            if order.seed is not None:
+                # Sampling draws from torch's default generator.
+                importlib.import_module("torch").manual_seed(order.seed)
+            self._tell(Obeyed(order.number))
+        return original(scheduler, *rest, **options)
+
+    def _connect(self, scheduler: Any) -> None:
+        self._peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._peer.connect(f"\0{self._address}")
+        # An idle scheduler sleeps until one of its sockets has something: an order wakes it, too.
+        poller = getattr(scheduler.idle_sleeper, "poller", None)
+        if poller is not None:
+            poller.register(self._peer.fileno(), importlib.import_module("zmq").POLLIN)
+
+    def _orders(self) -> list[Order]:
+        assert self._peer is not None
+        try:
+            self._rest += self._peer.recv(1 << 12, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return []
+        found, self._rest = unframe(self._rest)
+        return [msgspec.msgpack.decode(message, type=Order) for message in found]
 
     # ------------------------------------------------------------ steps
 
