@@ -47,6 +47,7 @@ class SharingEngine(SglangEngine):
     async def _take(self, copy: Callable[[], int]) -> answers.Moved:
         moved = await super()._take(copy)
         self._missing -= moved.bytes
+        self._landing.transports = {"shared"}  # as it is here; a checkpoint would be read whole
         if not self._driver.paused:
             async with self._standing():
                 await self._driver.install(self._coming)
