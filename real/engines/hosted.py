@@ -153,7 +153,11 @@ class HostedEngine:
     def _tell(self, request: Request, tokens: list[int], logprobs: list[float]) -> None:
         version = self._landing.version if request.version is None else request.version
         rollout, now = request.command.rollout, time.monotonic_ns()
-        self._port.notify(answers.Ended(rollout, tokens, logprobs, request.reason, version, now))
+        self._port.notify(
+            answers.Ended(
+                rollout, tokens, logprobs, request.reason, version, now, labels=request.labels, cached=request.cached
+            )
+        )
 
     # ------------------------------------------------------------ commands
 

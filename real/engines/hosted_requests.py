@@ -24,6 +24,8 @@ class Request(msgspec.Struct):
     made: int = 0  # tokens generated
     cuts: list[tuple[int, int]] = []  # version, and tokens made when the first step under it began
     reason: str = "abort"  # why it ended
+    labels: list[tuple[int, int]] | None = None  # see `answers.Ended`
+    cached: int | None = None  # see `answers.Ended`
 
     @property
     def version(self) -> int | None:
