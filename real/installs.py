@@ -54,12 +54,14 @@ VLLM = Recipe(
     "vllm",
 )
 """One installation, run in three ways."""
+VLLM_APART = replace(VLLM, environment={**VLLM.environment, "VLLM_LOGGING_LEVEL": "ERROR"})
+"""With the core in another process. What vLLM warns of when one ends must not be an engine's last words."""
 
 RECIPES: dict[EngineKind, Recipe] = {
     "transformers": Recipe("rlsched.real.engines.transformers", distributions=("transformers",)),
     "vllm": VLLM,
-    "vllm-async": replace(VLLM, module="rlsched.real.engines.vllm_async"),
-    "vllm-server": replace(VLLM, module="rlsched.real.engines.vllm_http"),
+    "vllm-async": replace(VLLM_APART, module="rlsched.real.engines.vllm_async"),
+    "vllm-server": replace(VLLM_APART, module="rlsched.real.engines.vllm_http"),
     "sglang": Recipe(
         "rlsched.real.engines.sglang",
         "RLSCHED_SGLANG_PYTHON",

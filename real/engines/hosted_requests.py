@@ -43,8 +43,8 @@ class Request(msgspec.Struct):
 
     def spans(self) -> list[tuple[int, int]]:
         """Versions and the numbers of tokens made under them, in order."""
-        ends = [at for _, at in self.cuts[1:]]
-        bounds = pairwise([0, *ends, self.made])
+        starts = [at for _, at in self.cuts]
+        bounds = pairwise([*starts, self.made])
         return [(version, b - a) for (version, _), (a, b) in zip(self.cuts, bounds, strict=True) if b > a]
 
 

@@ -185,11 +185,10 @@ class VllmDriver:
             output = await self._port.generate(request.rid, command.tokens, asked)
             # The records of its steps were sent before; they are only to be read.
             self._link.drain()
+            self._end(request, output)
         except Exception as error:
             if not self._fault.done():
                 self._fault.set_exception(error)
-            return
-        self._end(request, output)
 
     def _end(self, request: Request, output: Output) -> None:
         tokens, name, spans = output.tokens, request.command.rollout, request.spans()
@@ -237,6 +236,7 @@ class VllmDriver:
         if self._fault.done():
             waiting.cancel()
             self._fault.result()
+        await waiting
 
     # ------------------------------------------------------------ pauses
 
