@@ -53,7 +53,7 @@ def arguments(config: EngineConfig, checkpoint: str) -> dict[str, Any]:
         "seed": config.seed,
         "enforce_eager": True,
         "enable_sleep_mode": config.device != "cpu",
-        # Scheduled ahead, a step would begin before the one before it has ended: between the two there'd be no boundary.
+        # Scheduled ahead, a step would begin before the last one has ended, and no boundary would lie between them.
         "async_scheduling": False,
         "distributed_executor_backend": "uni",
         "disable_log_stats": True,

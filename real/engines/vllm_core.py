@@ -28,6 +28,7 @@ from .family import die_with_parent
 from .link import LINK, Record, Stepped, Stood, Taken, Terms, Totals, frame
 from .vllm_arguments import SERVED
 
+
 class CoreScheduler(Scheduler):  # type: ignore[misc]
     """vLLM's scheduler, paced, with a line to the engine child."""
 
@@ -136,4 +137,3 @@ def work(requests: dict[str, Request], planned: SchedulerOutput) -> tuple[int, i
         else:
             prompt_tokens += size
     return decoding, kv_tokens, prompt_tokens
-

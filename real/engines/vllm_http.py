@@ -108,7 +108,14 @@ def read(answer: Json) -> Output:
 
 def options(arguments: dict[str, Any]) -> list[str]:
     """The server's command line."""
-    told = ["--host", "127.0.0.1", "--uvicorn-log-level", "warning", "--enable-prompt-tokens-details", "--enable-scale-out"]
+    told = [
+        "--host",
+        "127.0.0.1",
+        "--uvicorn-log-level",
+        "error",
+        "--enable-prompt-tokens-details",
+        "--enable-scale-out",
+    ]
     for field, value in arguments.items():
         name = field.replace("_", "-")
         match value:

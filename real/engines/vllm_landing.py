@@ -14,7 +14,6 @@ import torch
 from ..weights import extent
 from .landing import Landing
 
-
 Place = tuple[str, str, list[int], int]
 """Name, torch dtype, shape, and offset in bytes of a parameter in a buffer."""
 
