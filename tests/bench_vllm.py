@@ -5,23 +5,26 @@
 Through rlsched: one version of a synchronous policy on a real rig, unpaced, its history written; from its first command
 to generate to the last segment. Straight: the very requests of that run, with the same engine arguments, sent to an
 `AsyncLLM` in a process of its own, which hands out final outputs only. The two take turns, so that a machine that
-others use disturbs both. Printed, never asserted; the last line is one JSON object.
+others use disturbs both, and CPU time is told, too: on a busy machine it says more than the clock. Printed, never
+asserted; the last line is one JSON object.
 """
 
 import argparse
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from rlsched.real.config import EngineConfig
+from rlsched.real.engines.family import Family
 from rlsched.real.installs import RECIPES, EngineKind, require
 
 CONFIG = EngineConfig(kv_blocks=2048, max_requests=64)
@@ -29,14 +32,54 @@ CONFIG = EngineConfig(kv_blocks=2048, max_requests=64)
 KINDS: tuple[EngineKind, ...] = ("vllm", "vllm-async", "vllm-server")
 
 
-async def through(rig: Any, history: Path) -> tuple[float, list[tuple[list[int], int]]]:
-    """One run on a rig: tokens a second while it generated, and its requests."""
+class Rate(NamedTuple):
+    """How fast it went."""
+
+    tokens_per_s: float
+    cpu_us_per_token: float
+
+
+class Meter:
+    """Time and CPU time between two moments, of a process with all below it and, if that is another, of this one."""
+
+    def __init__(self, pid: int) -> None:
+        self._family = Family(Pid(pid))
+        self._own = 0 if pid == os.getpid() else 1
+        self._began = self._now()
+        self._ended = self._began
+
+    def _now(self) -> tuple[int, int]:
+        return time.perf_counter_ns(), self._family.cpu_ns() + self._own * time.process_time_ns()
+
+    def mark(self) -> None:
+        """Until now."""
+        self._ended = self._now()
+
+    def rate(self, tokens: int) -> Rate:
+        """Of so many tokens."""
+        took, cpu = (b - a for a, b in zip(self._began, self._ended, strict=True))
+        return Rate(tokens / took * 1e9, cpu / tokens / 1e3)
+
+
+class Pid:
+    """A process that somebody else waits for."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+    def wait(self) -> int:
+        """Not here."""
+        raise NotImplementedError
+
+
+async def through(rig: Any, history: Path) -> tuple[Rate, list[tuple[list[int], int]]]:
+    """One run on a rig, while it generated; and its requests."""
     from rlsched.commands import Generate
     from rlsched.facts import Segment
     from rlsched.naming import parse
     from rlsched.real.job import perform
 
-    times: list[float] = []
+    meter: Meter | None = None
     sent: list[tuple[list[int], int]] = []
     tokens = 0
     client = rig.engines[0]
@@ -47,11 +90,12 @@ async def through(rig: Any, history: Path) -> tuple[float, list[tuple[list[int],
         await submit(client, rollout, given, length, forced=forced)
 
     def watch(line: object) -> None:
-        nonlocal tokens
-        if isinstance(line, Generate | Segment):
-            times.append(time.perf_counter())
-        if isinstance(line, Segment):
+        nonlocal tokens, meter
+        if isinstance(line, Generate) and meter is None:
+            meter = Meter(client.child.pid)
+        if isinstance(line, Segment) and meter is not None:
             tokens += line.n
+            meter.mark()
 
     client.submit = noting
     try:
@@ -59,7 +103,8 @@ async def through(rig: Any, history: Path) -> tuple[float, list[tuple[list[int],
     finally:
         del client.submit
     assert end.ok, end.why
-    return tokens / (times[-1] - times[0]), sent
+    assert meter is not None
+    return meter.rate(tokens), sent
 
 
 class Straight:
@@ -77,14 +122,14 @@ class Straight:
             text=True,
         )
 
-    def generate(self, requests: list[tuple[list[int], int]], logprobs: bool) -> float:
-        """Tokens a second."""
+    def generate(self, requests: list[tuple[list[int], int]], logprobs: bool) -> Rate:
+        """Generate these."""
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write(json.dumps([requests, logprobs]) + "\n")
         self.process.stdin.flush()
         while line := self.process.stdout.readline():
             if line.startswith("rate "):
-                return float(line.split()[1])
+                return Rate(*map(float, line.split()[1:]))
         raise RuntimeError(f"vLLM ended: exit code {self.process.wait()}")
 
     def close(self) -> None:
@@ -122,9 +167,10 @@ async def straight() -> None:
     while line := await asyncio.to_thread(sys.stdin.readline):
         requests, logprobs = json.loads(line)
         await vllm.reset_prefix_cache()
-        began = time.perf_counter()
+        meter = Meter(os.getpid())
         made = sum(await asyncio.gather(*(one(tokens, length, logprobs) for tokens, length in requests)))
-        print("rate", made / (time.perf_counter() - began), flush=True)
+        meter.mark()
+        print("rate", *meter.rate(made), flush=True)
     vllm.shutdown()
 
 
@@ -141,30 +187,35 @@ async def compare(kind: EngineKind, repeats: int, other: Straight) -> dict[str, 
         shape=Shape(b=16, samples=4, steps=1, budget=400),
         workload=Workload(prompt=Length(mean=4.0), output=Length(kind="lognormal", mean=200.0, sigma=0.5)),
     )
-    ours: list[float] = []
-    theirs: list[float] = []
-    bare: list[float] = []
+    ours: list[Rate] = []
+    theirs: list[Rate] = []
+    bare: list[Rate] = []
     with tempfile.TemporaryDirectory() as folder:
         rig = await Rig.start(setup, 1)
         try:
             for i in range(repeats + 1):
                 rate, sent = await through(rig, Path(folder) / f"{i}.jsonl")
                 rates = rate, *(other.generate(sent, logprobs) for logprobs in (True, False))
+                print(f"{kind} {i}: {' '.join(f'{r.tokens_per_s:.0f}' for r in rates)}", file=sys.stderr, flush=True)
                 if i:  # the first ones warm up
                     for found, each in zip((ours, theirs, bare), rates, strict=True):
                         found.append(each)
         finally:
             await rig.close()
+    middle = {name: middles(rates) for name, rates in (("rlsched", ours), ("straight", theirs), ("bare", bare))}
     return {
         "kind": kind,
         "requests": len(sent),
         "tokens": sum(length for _, length in sent),
-        "rlsched": median(ours),
-        "straight": median(theirs),
-        "straight_without_logprobs": median(bare),
-        "ratio": median(ours) / median(theirs),
-        "runs": {"rlsched": ours, "straight": theirs},
+        **middle,
+        "ratio": middle["rlsched"].tokens_per_s / middle["straight"].tokens_per_s,
+        "runs": {"rlsched": ours, "straight": theirs, "bare": bare},
     }
+
+
+def middles(rates: list[Rate]) -> Rate:
+    """Medians."""
+    return Rate(median(r.tokens_per_s for r in rates), median(r.cpu_us_per_token for r in rates))
 
 
 async def main(repeats: int, kinds: list[EngineKind]) -> None:
@@ -175,11 +226,12 @@ async def main(repeats: int, kinds: list[EngineKind]) -> None:
     finally:
         other.close()
     for each in found:
-        print(
-            f"{each['kind']:12} {each['requests']} requests, {each['tokens']} tokens:"
-            f" {each['rlsched']:,.0f} tokens/s, straight {each['straight']:,.0f}"
-            f" (without logprobs {each['straight_without_logprobs']:,.0f}), ratio {each['ratio']:.3f}"
-        )
+        print(f"{each['kind']}: {each['requests']} requests, {each['tokens']} tokens, ratio {each['ratio']:.3f}")
+        for name, what in (("rlsched", ""), ("straight", ""), ("bare", ": straight, without logprobs")):
+            rate = each[name]
+            print(
+                f"  {name:9}{rate.tokens_per_s:7,.0f} tokens/s, {rate.cpu_us_per_token:5,.0f} us of CPU a token{what}"
+            )
     print(msgspec.json.encode(found).decode())
 
 

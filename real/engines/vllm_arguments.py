@@ -19,12 +19,12 @@ class Pages(NamedTuple):
     """KV in pages."""
 
     size: int  # tokens of one
-    count: int
+    number: int
 
     @property
     def tokens(self) -> int:
         """Tokens in all of them."""
-        return self.size * self.count
+        return self.size * self.number
 
 
 def pages(config: EngineConfig) -> Pages:
@@ -47,8 +47,8 @@ def arguments(config: EngineConfig, checkpoint: str) -> dict[str, Any]:
         "max_num_seqs": config.max_requests,
         "max_num_batched_tokens": config.max_batch_tokens,
         "block_size": kv.size,
-        "num_gpu_blocks_override": kv.count + 1,  # one page is vLLM's own
-        "kv_cache_memory_bytes": (kv.count + 1) * page_bytes,
+        "num_gpu_blocks_override": kv.number + 1,  # one page is vLLM's own
+        "kv_cache_memory_bytes": (kv.number + 1) * page_bytes,
         "logprobs_mode": "processed_logprobs",  # after temperature
         "seed": config.seed,
         "enforce_eager": True,

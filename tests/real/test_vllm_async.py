@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -130,6 +131,12 @@ def core_of(client: EngineClient) -> int:
 
 
 # ---------------------------------------------------------------- what it generates
+
+
+def test_three_ways_have_one_installation():
+    ways: tuple[installs.EngineKind, ...] = ("vllm", "vllm-async", "vllm-server")
+    assert len({installs.interpreter(way) for way in ways}) == 1
+    assert len({RECIPES[way].module for way in ways}) == 3
 
 
 def test_it_says_what_it_can_do_here(engine):
@@ -425,6 +432,48 @@ def test_sleep_is_control_only_on_a_cpu_and_its_rules_hold(rig, idle, trainer, g
     assert (woken.awake, woken.weights_usable) == (["weights"], False)
     assert not pushed.failed and still == {"queued": 0}
     assert [end.tokens for end in ends] == [greedy(model, prompt(i), 12) for i in range(2)]
+
+
+ALTERED = """
+import sys, tempfile, torch
+from rlsched.real.config import EngineConfig
+from rlsched.real.engines.vllm_arguments import arguments
+from rlsched.real.engines.vllm_driver import WORKER
+from rlsched.real.engines.vllm_landing import VllmLanding
+from vllm import EngineArgs, LLMEngine
+
+landing = VllmLanding(EngineConfig().model)
+with tempfile.TemporaryDirectory() as folder:
+    landing.model.save_pretrained(folder)
+    made = EngineArgs(**arguments(EngineConfig(), folder), worker_extension_cls=WORKER)
+    core = LLMEngine.from_engine_args(made).engine_core
+
+def told():
+    with landing.handed() as (path, size, places):
+        (answer,) = core.collective_rpc("rlsched_load", kwargs={"path": path, "size": size, "places": places})
+    return answer["digest"]
+
+whole = landing.digest()
+assert told() == whole, "what was given"
+for name, parameter in landing.weights.parameters.items():
+    kept = parameter.detach().clone()
+    parameter.data.view(-1)[-1] += 1e-3
+    expected = landing.digest()
+    assert expected != whole, name
+    assert told() == expected, f"{name}: its last element, changed"
+    parameter.data.copy_(kept)
+print("checked", len(landing.weights.parameters))
+"""
+
+
+@pytest.mark.nightly
+def test_the_workers_digest_is_of_what_it_computes_with(tmp_path):
+    """One element of each parameter in turn is changed: the digest that is read back out of vLLM changes with it."""
+    command = [INSTALLED.interpreter, "-c", ALTERED]
+    environment = {**os.environ, **RECIPES["vllm"].environment, "HF_HUB_OFFLINE": "1"}
+    told = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert told.returncode == 0, told.stderr[-2000:]
+    assert f"checked {len(list(build(ModelSpec()).parameters()))}" in told.stdout
 
 
 # ---------------------------------------------------------------- the end of each kind
