@@ -168,6 +168,7 @@ class Ended(Message, frozen=True):
     version: int  # installed when its first token was computed; when none was: at its end
     at_ns: int  # CLOCK_MONOTONIC, one clock for all processes of this machine
     labels: list[tuple[int, int]] | None = None  # the library's own word: (version, tokens) in turn; None: it says none
+    cached: int | None = None  # input tokens whose KV was there already, of an equal prefix; None: it doesn't say
 
 
 class Phase(Message, frozen=True):

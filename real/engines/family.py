@@ -6,13 +6,17 @@ killed by the kernel when its parent dies, so that a killed engine child takes a
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import os
 import signal
-import subprocess
+import socket
 import time
 from pathlib import Path
+from typing import Protocol
+
+from ..child import PR_SET_PDEATHSIG
 
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -22,10 +26,45 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
+def die_with_parent() -> None:
+    """Have the kernel kill this process when the thread that started it ends."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def free_port() -> int:
+    """A port on the loopback that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Leader(Protocol):
+    """A child process of this one."""
+
+    @property
+    def pid(self) -> int:
+        """Its id."""
+
+    def wait(self) -> int:
+        """Wait for its end, and reap it; its exit code."""
+
+
+async def gone(pid: int) -> None:
+    """Wait until this process has ended."""
+    watch, ended = os.pidfd_open(pid), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_reader(watch, ended.set)
+    try:
+        await ended.wait()
+    finally:
+        loop.remove_reader(watch)
+        os.close(watch)
+
+
 class Family:
     """`process` and whatever it has started."""
 
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, process: Leader) -> None:
         self._process = process
         self._cores: set[int] = set()
 
@@ -80,12 +119,39 @@ class Family:
 
     def kill(self, patience_s: float = 5.0) -> None:
         """End every process by its id, and reap."""
-        for pid in self.pids():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        pids = self.pids()
+        # Python's resource trackers end with the last process that they serve, and take what it left behind along.
+        serving = [pid for pid in pids if not tracks(pid)]
+        for pid in serving:
+            end(pid)
         self._process.wait()
+        left = set(pids[1:])
         deadline = time.monotonic() + patience_s
-        with contextlib.suppress(ChildProcessError):
-            while time.monotonic() < deadline:
-                if os.waitpid(-1, os.WNOHANG) == (0, 0):
-                    time.sleep(0.01)
+        while left := {pid for pid in left if not reaped(pid)}:
+            if time.monotonic() > deadline:
+                for pid in left:
+                    end(pid)
+                return
+            time.sleep(0.01)
+
+
+def end(pid: int) -> None:
+    """Kill a process, if it lives."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def tracks(pid: int) -> bool:
+    """Whether a process is a resource tracker of Python's multiprocessing."""
+    try:
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def reaped(pid: int) -> bool:
+    """Whether a descendant is gone; once its own parents are, it is reaped here."""
+    try:
+        return os.waitpid(pid, os.WNOHANG) != (0, 0)
+    except ChildProcessError:
+        return not Path(f"/proc/{pid}").exists()

@@ -160,7 +160,11 @@ class HostedEngine:
     def _tell(self, request: Request, tokens: list[int], logprobs: list[float]) -> None:
         version = self._landing.version if request.version is None else request.version
         rollout, now = request.command.rollout, time.monotonic_ns()
-        self._port.notify(answers.Ended(rollout, tokens, logprobs, request.reason, version, now, request.labels))
+        self._port.notify(
+            answers.Ended(
+                rollout, tokens, logprobs, request.reason, version, now, labels=request.labels, cached=request.cached
+            )
+        )
 
     # ------------------------------------------------------------ commands
 
@@ -352,14 +356,16 @@ async def run(kind: type[HostedEngine], port: wire.Port) -> int:
 
     threading.Thread(target=read, daemon=True).start()
     try:
-        port.send(wire.Answer(first.id, engine.loaded()))
-        await engine.serve(inbox)
+        try:
+            port.send(wire.Answer(first.id, engine.loaded()))
+            await engine.serve(inbox)
+        finally:
+            engine.close()
     except Exception as error:
+        # After all that the library has to say of its end: the last line of stderr is what is told of an engine.
         traceback.print_exc()
         port.notify(answers.Fatal(f"{type(error).__name__}: {error}"))
         return LIBRARY_DIED
-    finally:
-        engine.close()
     return 0
 
 

@@ -24,7 +24,8 @@ class Request(msgspec.Struct):
     made: int = 0  # tokens generated
     cuts: list[tuple[int, int]] = []  # version, and tokens made when the first step under it began
     reason: str = "abort"  # why it ended
-    labels: list[tuple[int, int]] | None = None  # the library's own: version and tokens, in turn
+    labels: list[tuple[int, int]] | None = None  # see `answers.Ended`
+    cached: int | None = None  # see `answers.Ended`
 
     @property
     def version(self) -> int | None:
@@ -42,10 +43,8 @@ class Request(msgspec.Struct):
 
     def spans(self) -> list[tuple[int, int]]:
         """Versions and the numbers of tokens made under them, in order; none of one that never ran."""
-        if not self.cuts:
-            return []
-        ends = [at for _, at in self.cuts[1:]]
-        bounds = pairwise([0, *ends, self.made])
+        starts = [at for _, at in self.cuts]
+        bounds = pairwise([*starts, self.made])
         return [(version, b - a) for (version, _), (a, b) in zip(self.cuts, bounds, strict=True) if b > a]
 
 

@@ -60,6 +60,7 @@ class Stood(msgspec.Struct, frozen=True, array_like=True, tag="stood"):
     """A pause has taken effect. `standing`: the requests that hold KV."""
 
     standing: list[str]
+    live: list[str] | None = None  # all that have not ended; None: it doesn't say
 
 
 class Obeyed(msgspec.Struct, frozen=True, array_like=True, tag="obeyed"):

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import msgspec
 import torch
+from msgspec.structs import replace
 
 from .. import answers, commands, wire
 from ..config import EngineConfig
@@ -36,6 +37,8 @@ class Output(NamedTuple):
     rollout: str
     tokens: list[int]
     logprobs: list[float]
+    labels: list[tuple[int, int]] | None = None  # see `answers.Ended`
+    cached: int | None = None  # see `answers.Ended`
 
 
 class Work(NamedTuple):
@@ -176,7 +179,8 @@ class EngineServer:
         request = self._requests.pop(output.rollout)
         version = self._residence.version if request.version is None else request.version
         now = time.monotonic_ns()
-        self._port.notify(answers.Ended(output.rollout, output.tokens, output.logprobs, reason, version, now))
+        told = answers.Ended(output.rollout, output.tokens, output.logprobs, reason, version, now)
+        self._port.notify(replace(told, labels=output.labels, cached=output.cached))
 
     # ------------------------------------------------------------ steps
 

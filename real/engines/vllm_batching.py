@@ -13,17 +13,16 @@ from typing import Any
 import msgspec
 import torch
 from vllm import EngineArgs, LLMEngine, SamplingParams
-from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import RequestStatus
 
 from ..config import EngineConfig
 from .server import Output, Work
+from .vllm_arguments import arguments, pages, sampling
+from .vllm_core import work
 
-CPU_PAGE = 32
-"""vLLM's attention on CPU takes pages of a multiple of this many tokens."""
 TAGS = {"weights": "weights", "kv": "kv_cache"}
 """What vLLM calls the parts that sleep."""
 
@@ -53,38 +52,15 @@ class VllmBatcher:
     """An `LLMEngine` in this thread. `begun` is called with what a step will compute, when that is known."""
 
     def __init__(self, config: EngineConfig, checkpoint: str, begun: Callable[[Work], None]) -> None:
-        self.page_size = -(-config.page_size // CPU_PAGE) * CPU_PAGE if current_platform.is_cpu() else config.page_size
-        pages = config.kv_blocks * config.page_size // self.page_size
-        self.kv_tokens = pages * self.page_size
-        model = config.model
-        width = getattr(torch, model.dtype).itemsize
-        page_bytes = self.page_size * model.layers * 2 * model.kv_heads * model.head_dim * width
+        kv = pages(config)
+        self.page_size, self.kv_tokens = kv.size, kv.tokens
         self._engine = LLMEngine.from_engine_args(
-            EngineArgs(
-                model=checkpoint,
-                skip_tokenizer_init=True,
-                generation_config="vllm",  # sampling is what a request says, nothing from the checkpoint
-                dtype=model.dtype,
-                max_model_len=min(model.max_positions, self.kv_tokens),
-                max_num_seqs=config.max_requests,
-                max_num_batched_tokens=config.max_batch_tokens,
-                block_size=self.page_size,
-                num_gpu_blocks_override=pages + 1,  # one page is vLLM's own
-                kv_cache_memory_bytes=(pages + 1) * page_bytes,
-                logprobs_mode="processed_logprobs",  # after temperature
-                seed=config.seed,
-                enforce_eager=True,
-                enable_sleep_mode=not current_platform.is_cpu(),
-                async_scheduling=False,
-                distributed_executor_backend="uni",
-                disable_log_stats=True,
-                scheduler_cls=TellingScheduler,
-            )
+            EngineArgs(**arguments(config, checkpoint), scheduler_cls=TellingScheduler)
         )
         self._core = self._engine.engine_core
+        self._core.set_weight_version("0")
         self._scheduler: Any = self._core.engine_core.scheduler
-        self._temperature = config.temperature
-        self._eos = config.eos
+        self._config = config
         self._salt = 0
         self._live: dict[str, Live] = {}
         self._names: dict[str, str] = {}  # rollout by vLLM's own id
@@ -106,16 +82,8 @@ class VllmBatcher:
 
     def add(self, rollout: str, tokens: list[int], max_new_tokens: int, forced: bool) -> None:
         """Queue a request."""
-        sampling = SamplingParams(
-            temperature=self._temperature,
-            max_tokens=max_new_tokens,
-            ignore_eos=forced,
-            stop_token_ids=None if forced or self._eos is None else [self._eos],
-            logprobs=0,  # of the sampled token and no other
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
-        )
-        id = self._engine.add_request(rollout, {"prompt_token_ids": tokens, "cache_salt": str(self._salt)}, sampling)
+        wanted = SamplingParams(**sampling(self._config, max_new_tokens, forced), output_kind=RequestOutputKind.DELTA)
+        id = self._engine.add_request(rollout, {"prompt_token_ids": tokens, "cache_salt": str(self._salt)}, wanted)
         self._live[rollout] = Live(id)
         self._names[id] = rollout
 
@@ -128,7 +96,9 @@ class VllmBatcher:
                 each[token].logprob for token, each in zip(part.token_ids, part.logprobs or (), strict=True)
             )
             if output.finished:
-                self._ended.append(self._forget(output.request_id))
+                ended = self._forget(output.request_id)
+                spans = [(int(s.version), s.end - s.start) for s in part.weight_versions or ()]
+                self._ended.append(ended._replace(labels=spans or None, cached=output.num_cached_tokens))
 
     def _forget(self, rollout: str) -> Output:
         live = self._live.pop(rollout)
@@ -150,17 +120,8 @@ class VllmBatcher:
         return self._forget(rollout)
 
     def _work(self, planned: SchedulerOutput) -> Work:
-        decoding = kv_tokens = prompt_tokens = 0
-        for id, size in planned.num_scheduled_tokens.items():
-            request: Request = self._scheduler.requests[id]
-            # A request decodes when its context, all but the newest token, is in the cache already. The scheduler
-            # has counted this step's tokens as computed by now.
-            if size == 1 and request.num_output_tokens:
-                decoding += 1
-                kv_tokens += request.num_computed_tokens - size
-            else:
-                prompt_tokens += size
-        return Work(decoding, kv_tokens, prompt_tokens, [self._names[id] for id in planned.num_scheduled_tokens])
+        rollouts = [self._names[id] for id in planned.num_scheduled_tokens]
+        return Work(*work(self._scheduler.requests, planned), rollouts)
 
     # ------------------------------------------------------------ KV
 

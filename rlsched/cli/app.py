@@ -27,7 +27,7 @@ err = Pipe(stderr=True, highlight=False, emoji=False)
 
 Settings = Annotated[tuple[str, ...], Parameter(name="--set", negative=())]
 Changes = Annotated[tuple[str, ...], Parameter(name="--with", negative=())]
-Engine = Literal["transformers", "vllm", "sglang"]
+Engine = Literal["transformers", "vllm", "vllm-async", "vllm-server", "sglang"]
 Policies = Annotated[list[str], Parameter(consume_multiple=True)]
 Scales = Annotated[tuple[str, ...], Parameter(name="--scale-cost", negative=())]
 Quick = Annotated[bool, Parameter(name="--quick", negative=())]

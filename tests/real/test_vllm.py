@@ -104,6 +104,7 @@ def test_greedy_tokens_equal_plain_transformers(rig, idle, model, greedy, prompt
     for i, end in enumerate(rig.run(all_at_once())):
         assert end.tokens == greedy(model, prompt(i), 10 + 7 * i)
         assert (end.reason, end.version, len(end.logprobs)) == ("length", 0, len(end.tokens))
+        assert (end.labels, end.cached) == ([(0, len(end.tokens))], 0)
 
 
 def test_logprobs_are_the_trainers_after_temperature(rig, start, trainer, prompt):
@@ -281,6 +282,7 @@ def test_an_update_is_bit_exact_and_decoded_from_then_on(
     # The same prompt before and after: its first two pages must not be met again.
     assert before.tokens == greedy(old, LONG, 40) != after.tokens == greedy(new, LONG, 40)
     assert (before.version, after.version) == (0, 1)
+    assert (before.labels, after.labels, after.cached) == ([(0, 40)], [(1, 40)], 0)
     assert part == greedy(old, prompt(1), len(part))
     assert rest.tokens == greedy(new, prompt(1) + part, 20)
 
