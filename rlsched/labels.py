@@ -47,6 +47,13 @@ DEVICES = {
         "resident": "on GPU",
         "gone": "offloaded to CPU",
     },
+    "one GPU, shared": {
+        "plural": "processes on one GPU, shared",
+        "memory": "GPU memory",
+        "same": "same GPU",
+        "resident": "on GPU",
+        "gone": "offloaded to CPU",
+    },
     "cores": {
         "plural": "cores",
         "memory": "memory",
