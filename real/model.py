@@ -72,8 +72,8 @@ CANARY = ModelSpec(
 )
 
 
-def build(spec: ModelSpec, device: str = "cpu") -> Any:
-    """A transformers `Qwen3ForCausalLM` with the version 0 weights, in evaluation mode, made where it will be."""
+def shaped(spec: ModelSpec) -> Any:
+    """A transformers `Qwen3ForCausalLM` of these shapes with no weights to speak of, on torch's default device."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -93,8 +93,15 @@ def build(spec: ModelSpec, device: str = "cpu") -> Any:
         eos_token_id=None,
         pad_token_id=None,
     )
+    return Qwen3ForCausalLM(config).to(getattr(torch, spec.dtype))
+
+
+def build(spec: ModelSpec, device: str = "cpu") -> Any:
+    """A model with the version 0 weights, in evaluation mode, made where it will be."""
+    import torch
+
     with torch.random.fork_rng(devices=[]), torch.device(device):
-        model = Qwen3ForCausalLM(config).to(getattr(torch, spec.dtype))
+        model = shaped(spec)
     fill(model, spec)
     return model.eval()
 

@@ -25,6 +25,7 @@ from .states import Cycle
 from .verdict import Verdict
 
 if TYPE_CHECKING:
+    from .gpu import Outcome
     from .real.canary_matrix import Cell
     from .real.canary_run import Audit
     from .real.installs import Installed
@@ -225,6 +226,23 @@ def audits(console: Console, found: "dict[str, Audit]") -> None:
         for rollout, wrong in (a.labels | a.installs).items():
             for m in wrong:
                 console.print(f"    rollout {rollout}: {m}", soft_wrap=True)
+
+
+def outcome(console: Console, found: "Outcome") -> None:
+    """A step of the GPU check, as it ends."""
+    what = found.why or ", ".join(f"{name} {value}" for name, value in found.seen.items())
+    console.print(f"{found.status} {found.step}, {found.seconds:.1f} s: {what}", soft_wrap=True, markup=False)
+
+
+def outcomes(console: Console, found: "Sequence[Outcome]") -> None:
+    """All steps of the GPU check, with what each saw."""
+    table = Table("step", "", "s", "seen", "", box=SIMPLE_HEAD)
+    for each in found:
+        seen = list(each.seen.items()) or [("", each.why)]
+        for i, (name, value) in enumerate(seen):
+            head = (each.step, each.status, f"{each.seconds:.1f}") if i == 0 else ("", "", "")
+            table.add_row(*head, name, str(value))
+    console.print(table)
 
 
 def write_verdict(found: Verdict, folder: Path) -> Path:
