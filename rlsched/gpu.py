@@ -184,7 +184,7 @@ STEPS: dict[str, Step] = {
     "push": Step(75, weights(gpu.push)),
     "sleep": Step(75, weights(gpu_memory.sleep)),
     "costs": Step(75, costs),
-    "presets": Step(240, presets),
+    "presets": Step(270, presets),
     "prediction": Step(20, prediction),
     "canary": Step(60, canary("float32")),
     "canary-bf16": Step(60, canary("bfloat16")),
@@ -216,7 +216,7 @@ def missing(step: Step, dry: bool) -> str:
 def conduct(names: Sequence[str], folder: Path, dry: bool, minutes: float, vllm_path: str = "") -> Iterator[Outcome]:
     """Run the steps one after the other, each in a process of its own; what became of each, as it ends.
 
-    `vllm_path`: folders, as in PYTHONPATH, that hold a vLLM for this very interpreter.
+    `vllm_path`: folders, as in PYTHONPATH, that hold a vLLM for this very interpreter; only vLLM's steps see them.
     """
     end = time.monotonic() + 60 * minutes
     environment = {**os.environ}
@@ -228,7 +228,7 @@ def conduct(names: Sequence[str], folder: Path, dry: bool, minutes: float, vllm_
         if left < 1:
             yield Outcome(name, "failed", why=f"not run: the {minutes:g} minutes are over")
         else:
-            yield apart(name, folder, dry, min(left, own), environment)
+            yield apart(name, folder, dry, min(left, own), environment if STEPS[name].needs else os.environ)
 
 
 def apart(name: str, folder: Path, dry: bool, limit_s: float, environment: Mapping[str, str]) -> Outcome:
