@@ -21,6 +21,12 @@ def full(device: str) -> str:
     return f"{device}:0" if device == "cuda" else device
 
 
+def nth(device: str, engine: int) -> str:
+    """Where engine number `engine` computes: `cuda:1` gives each the next GPU, `cuda` and `cpu` all the same one."""
+    named, colon, index = device.partition(":")
+    return f"{named}:{int(index) + engine}" if colon and named == "cuda" else device
+
+
 def backend(members: Sequence[str]) -> Backend:
     """What carries a broadcast among processes on these devices, one entry a process.
 
@@ -33,12 +39,12 @@ def backend(members: Sequence[str]) -> Backend:
 def labels(engine: str, trainer: str, engines: int, places: int) -> dict[str, str]:
     """A manifest's labels of devices and transports.
 
-    `engines` children compute on device `engine`, the trainer on `trainer`; the policy lays out `places` devices, which
-    may be more than there are.
+    `engines` children compute on devices from `engine` on, the trainer on `trainer`; the policy lays out `places`
+    devices, which may be more than there are.
     """
-    members = [full(trainer), *[full(engine)] * engines]
+    members = [full(trainer), *(full(nth(engine, e)) for e in range(engines))]
     cuda = kind(engine) == kind(trainer) == "cuda"
     there = "GPU" if kind(engine) == "cuda" else "cores"
     if cuda and places > len(set(members)):
-        there = "one GPU, shared"
+        there = "one GPU, shared" if len(set(members)) == 1 else "GPUs, shared"
     return {"device": there, "ipc": "CUDA IPC" if cuda else "shared memory", "broadcast": backend(members)}

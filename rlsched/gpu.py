@@ -21,6 +21,7 @@ from msgspec.structs import replace
 
 from . import report
 from .naming import parse
+from .outcome import Outcome, Seen
 from .real import gpu, gpu_memory
 from .real.config import EngineConfig, TrainerConfig
 from .real.installs import engine
@@ -32,8 +33,6 @@ from .shape import Shape
 from .validate import validate
 from .verdict import Verdict
 from .workload import Length, Workload
-
-Seen = dict[str, Any]
 
 POLICIES = ("verl-hybrid,publish.bucket_mb=64", "areal-async,admit.eta=1,publish.bucket_mb=64")
 """Both presets; with buckets of the size that the probes measure, for a bucket of 1 GB costs more than one of 64 MB."""
@@ -194,16 +193,6 @@ STEPS: dict[str, Step] = {
     "unpaced": Step(90, unpaced),
 }
 """In order: what says most about a new machine comes first."""
-
-
-class Outcome(Struct, frozen=True):
-    """What became of a step."""
-
-    step: str
-    status: Literal["passed", "failed", "skipped"]
-    seconds: float = 0.0
-    seen: Seen = {}
-    why: str = ""
 
 
 def missing(step: Step, dry: bool) -> str:

@@ -54,6 +54,13 @@ DEVICES = {
         "resident": "on GPU",
         "gone": "offloaded to CPU",
     },
+    "GPUs, shared": {
+        "plural": "processes on shared GPUs",
+        "memory": "GPU memory",
+        "same": "same GPUs (HYBRID)",
+        "resident": "on GPU",
+        "gone": "offloaded to CPU",
+    },
     "cores": {
         "plural": "cores",
         "memory": "memory",

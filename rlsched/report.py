@@ -20,12 +20,12 @@ from .labels import headings
 from .manifest import Manifest
 from .metrics import Metrics
 from .naming import PolicySpec
+from .outcome import Outcome
 from .replay import Divergence
 from .states import Cycle
 from .verdict import Verdict
 
 if TYPE_CHECKING:
-    from .gpu import Outcome
     from .real.canary_matrix import Cell
     from .real.canary_run import Audit
     from .real.installs import Installed
@@ -228,13 +228,13 @@ def audits(console: Console, found: "dict[str, Audit]") -> None:
                 console.print(f"    rollout {rollout}: {m}", soft_wrap=True)
 
 
-def outcome(console: Console, found: "Outcome") -> None:
+def outcome(console: Console, found: Outcome) -> None:
     """A step of the GPU check, as it ends."""
     what = found.why or ", ".join(f"{name} {value}" for name, value in found.seen.items())
     console.print(f"{found.status} {found.step}, {found.seconds:.1f} s: {what}", soft_wrap=True, markup=False)
 
 
-def outcomes(console: Console, found: "Sequence[Outcome]") -> None:
+def outcomes(console: Console, found: Sequence[Outcome]) -> None:
     """All steps of the GPU check, with what each saw."""
     table = Table("step", "", "s", "seen", "", box=SIMPLE_HEAD)
     for each in found:

@@ -26,7 +26,7 @@ from rlsched.naming import parse
 from rlsched.real import cuda
 from rlsched.real.commands import Piece
 from rlsched.real.config import EngineConfig, TrainerConfig
-from rlsched.real.devices import backend, full, kind, labels
+from rlsched.real.devices import backend, full, kind, labels, nth
 from rlsched.real.digest import digest, fingerprint
 from rlsched.real.engines.packed import packed
 from rlsched.real.engines.residence import Residence
@@ -44,7 +44,7 @@ pytestmark = pytest.mark.real
 
 GPU = torch.cuda.is_available()
 needs_gpu = pytest.mark.skipif(not GPU, reason="no GPU here: this path has never been run")
-DRY = ("device", "ipc", "push", "sleep", "costs", "presets", "prediction", "canary", "canary-bf16")
+DRY = ("device", "ipc", "push", "sleep", "costs", "presets", "prediction", "canary")
 
 
 # ---------------------------------------------------------------- the check
@@ -147,6 +147,13 @@ def test_bad_input_is_one_line(arguments: list[str], said: str) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
+def test_a_dry_run_of_the_rest(tmp_path: Path) -> None:
+    for outcome in conduct(["canary-bf16", "unpaced"], tmp_path, True, 25.0):
+        assert outcome.status == "passed", outcome.why
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
 @pytest.mark.skipif(not installed("vllm").ok, reason="vLLM is not installed: make engines")
 def test_a_dry_run_on_vllm(tmp_path: Path) -> None:
     for outcome in conduct(["vllm-push", "vllm-sleep"], tmp_path, True, 25.0):
@@ -218,18 +225,26 @@ def test_nccl_needs_a_gpu_for_each_process() -> None:
         ("cuda", "cuda:0", 2, ("one GPU, shared", "CUDA IPC", "gloo")),
         ("cuda", "cuda", 1, ("GPU", "CUDA IPC", "gloo")),
         ("cuda:1", "cuda", 2, ("GPU", "CUDA IPC", "nccl")),
+        ("cuda:1", "cuda", 4, ("GPU", "CUDA IPC", "nccl")),
+        ("cuda", "cuda:1", 3, ("GPUs, shared", "CUDA IPC", "gloo")),
     ],
 )
 def test_labels_say_what_was_there(engine: str, trainer: str, places: int, said: tuple[str, str, str]) -> None:
-    found = labels(engine, trainer, 1, places)
+    found = labels(engine, trainer, max(1, places - 1), places)
     assert (found["device"], found["ipc"], found["broadcast"]) == said
+
+
+def test_engines_take_the_gpus_from_the_one_named_on() -> None:
+    assert [nth("cuda:1", e) for e in range(3)] == ["cuda:1", "cuda:2", "cuda:3"]
+    assert [nth("cuda", 2), nth("cpu", 2)] == ["cuda", "cpu"]
 
 
 def test_a_shared_gpu_is_never_called_two() -> None:
     policy = parse("areal-async,admit.eta=1")
     head = manifest("real", policy, Shape(), 0, labels=labels("cuda", "cuda", 1, 2))
-    placement = Labeller(head)._placement
-    assert placement == "separate processes on one GPU, shared"
+    assert Labeller(head)._placement == "separate processes on one GPU, shared"
+    head = manifest("real", policy, Shape(engines=2), 0, labels=labels("cuda", "cuda:1", 2, 3))
+    assert Labeller(head)._placement == "separate processes on shared GPUs"
 
 
 def test_engine_and_trainer_are_on_devices_of_one_kind() -> None:
