@@ -60,10 +60,8 @@ class Plan(Struct, frozen=True):
 def plan(dry: bool) -> Plan:
     """The full plan is for one GPU, which engine and trainer share."""
     if dry:
-        small, job = (
-            EngineConfig(model=WIDE, temperature=0.0, kv_blocks=256),
-            Setup(shape=Shape(b=2, samples=2, steps=2, budget=48)),
-        )
+        job = Setup(shape=Shape(b=2, samples=2, steps=2, budget=48))
+        small = EngineConfig(model=WIDE, temperature=0.0, kv_blocks=256)
         return Plan(True, "cpu", replace(job, engine=small, trainer=TrainerConfig(model=WIDE)), job, 1)
     engine = EngineConfig(model=QWEN3_06B, device="cuda", kv_blocks=2048, max_batch_tokens=2048)
     trainer = TrainerConfig(model=QWEN3_06B, device="cuda")
@@ -78,8 +76,10 @@ def plan(dry: bool) -> Plan:
 
 def costs(plan: Plan, folder: Path) -> Seen:
     """Probe every component, unpaced."""
+    kept = folder / "costs.json"
+    kept.unlink(missing_ok=True)  # an earlier check's, should this one fail
     found = asyncio.run(gpu.costs(plan.job))
-    (folder / "costs.json").write_bytes(msgspec.json.format(msgspec.json.encode(found)))
+    kept.write_bytes(msgspec.json.format(msgspec.json.encode(found)))
     phases = {f"{name} s a batch, s a token": seconds for name, seconds in found.phases.items()}
     buckets = {f"{kind}: bucket s": seconds for kind, seconds in found.bucket.items()}
     scalars = {k: v for k, v in msgspec.to_builtins(found).items() if isinstance(v, float)}
@@ -122,6 +122,7 @@ def unpaced(plan: Plan, folder: Path) -> Seen:
 
 def _validated(setup: Setup, folder: Path, repeats: int) -> Seen:
     policies = [parse(name) for name in POLICIES]
+    (folder / "report.json").unlink(missing_ok=True)
     found = validate(policies, setup, folder, repeats=repeats, seed=0, say=lambda what: print(what, file=sys.stderr))
     report.write_verdict(found, folder)
     runs = [run for group in found.real.values() for run in group] + list(found.sim.values())
