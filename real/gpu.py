@@ -36,10 +36,19 @@ Seen = dict[str, Any]
 MB = 1e6
 
 
-def demand(condition: bool, why: str) -> None:
-    """Raise WorldError unless it is so."""
+class Unmet(WorldError):  # noqa: N818
+    """A step saw what must not be."""
+
+    def __init__(self, why: str, seen: Seen) -> None:
+        super().__init__(why)
+        self.seen = seen
+        """By then."""
+
+
+def demand(condition: bool, why: str, seen: Seen | None = None) -> None:
+    """Raise Unmet unless it is so; `seen` is what the step saw by then."""
     if not condition:
-        raise WorldError(why)
+        raise Unmet(why, seen or {})
 
 
 def available() -> str:
@@ -128,6 +137,11 @@ def samples(setup: Setup) -> list[Sample]:
         )
         for i in range(shape.b * shape.samples)
     ]
+
+
+async def say(rig: Rig) -> list[list[int]]:
+    """Tokens of some prompts, one request after the other: in bfloat16 they depend on what else is in the batch."""
+    return [(await rig.ask(0, [rig.setup.task.prompt(i)], 16))[0].tokens for i in range(4)]
 
 
 def whole(pushed: Pushed) -> Pushed:

@@ -9,7 +9,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from .devices import kind
-from .gpu import MB, Seen, demand, rigged, samples, whole
+from .gpu import MB, Seen, demand, rigged, samples, say, whole
 from .rig import BUCKET, Rig
 from .setup import Setup
 
@@ -48,9 +48,9 @@ async def sleep(setup: Setup, rig_of: type[Rig] = Rig, bucket: int = BUCKET) -> 
     After level 2 the weights come from the trainer, in buckets of `bucket` bytes.
     """
     async with rigged(setup, rig_of) as rig:
-        engine, prompts = rig.engines[0], [setup.task.prompt(i) for i in range(4)]
+        engine = rig.engines[0]
         gauge = Gauge(setup.engine.device, engine.child.pid)
-        wanted = [end.tokens for end in await rig.ask(0, prompts, 16)]
+        wanted = await say(rig)
         seen: Seen = {"engine": f"{engine.capabilities.engine} {engine.capabilities.version}"}
         for level in sorted(engine.capabilities.sleep_levels, reverse=True):
             await engine.pause()
@@ -82,9 +82,9 @@ async def sleep(setup: Setup, rig_of: type[Rig] = Rig, bucket: int = BUCKET) -> 
             demand(
                 awake - asleep >= ENOUGH * expected,
                 f"level {level} gave {(awake - asleep) / MB:.0f} MB back, {expected / MB:.0f} are to be freed",
+                seen,
             )
-            said = [end.tokens for end in await rig.ask(0, prompts, 16)]
-            demand(said == wanted, f"other tokens after level {level}")
+            demand(await say(rig) == wanted, f"other tokens after level {level}", seen)
         return seen | {"same tokens": True} | await offload(rig)
 
 
@@ -100,13 +100,14 @@ async def offload(rig: Rig) -> Seen:
     back = (await rig.trainer.load(["optimizer", "parameters"])).moved
     load_s = time.perf_counter() - began
     demand(moved == back, f"{moved} bytes left the device, {back} came back")
-    demand(before - after >= ENOUGH * moved, f"{moved / MB:.0f} MB moved, {(before - after) / MB:.0f} MB became free")
-    return {
+    seen: Seen = {
         "offload: MB moved": round(moved / MB),
         "offload: MB freed": round((before - after) / MB),
         "offload s": round(away_s, 3),
         "load s": round(load_s, 3),
     }
+    demand(before - after >= ENOUGH * moved, "the offload gave less back than it moved", seen)
+    return seen
 
 
 class IpcRig(Rig):

@@ -128,13 +128,14 @@ def _validated(setup: Setup, folder: Path, repeats: int) -> Seen:
     runs = [run for group in found.real.values() for run in group] + list(found.sim.values())
     wrong = [f"{r.history}: {sum(r.report.counts.values())} violations" for r in runs if not r.report.ok]
     wrong += [f"{r.history} doesn't replay" for r in runs if r.replay.divergence is not None]
-    gpu.demand(not wrong, "; ".join(wrong))
-    seen: Seen = {"histories": len(runs), "violations": 0, "replayed": len(runs)}
+    seen: Seen = {"histories": len(runs), "violations": sum(sum(r.report.counts.values()) for r in runs)}
+    seen["replayed"] = sum(r.replay.divergence is None for r in runs)
     for name, rows in found.rows.items():
         for row in rows:
             if row.bound is not None:
                 told = f"{row.real:.4g} real, {row.sim:.4g} simulated, {row.error:+.1%}"
                 seen[f"{name.split(',publish')[0]}: {row.name.split(',')[0]}"] = told
+    gpu.demand(not wrong, "; ".join(wrong), seen)
     return seen
 
 
@@ -145,10 +146,11 @@ def prediction(plan: Plan, folder: Path) -> Seen:
     found = msgspec.json.decode(kept.read_bytes(), type=Verdict)
     judged = [(name, row) for name, rows in found.rows.items() for row in rows if row.bound is not None]
     missed = [f"{name}: {row.name} {row.error:+.1%}" for name, row in judged if not row.good]
+    seen: Seen = {"judged": not plan.dry, "measures": len(judged), "within bounds": len(judged) - len(missed)}
     if not plan.dry:
-        gpu.demand(not found.void, f"void: {'; '.join(found.void)}")
-        gpu.demand(not missed, f"out of bounds: {'; '.join(missed)}")
-    return {"judged": not plan.dry, "measures": len(judged), "within bounds": len(judged) - len(missed)}
+        gpu.demand(not found.void, f"void: {'; '.join(found.void)}", seen)
+        gpu.demand(not missed, f"out of bounds: {'; '.join(missed)}", seen)
+    return seen
 
 
 def canary(dtype: str) -> Callable[[Plan, Path], Seen]:
@@ -263,7 +265,8 @@ def main(name: str, folder: str, how: str) -> int:
             outcome = Outcome(name, "passed", seen=step.run(plan(dry), Path(folder)))
     except Exception as error:
         traceback.print_exc()
-        outcome = Outcome(name, "failed", why=f"{type(error).__name__}: {error}")
+        seen = error.seen if isinstance(error, gpu.Unmet) else {}
+        outcome = Outcome(name, "failed", seen=seen, why=f"{type(error).__name__}: {error}")
     sys.stdout.write(msgspec.json.encode(outcome).decode())
     return 0
 

@@ -230,7 +230,7 @@ def audits(console: Console, found: "dict[str, Audit]") -> None:
 
 def outcome(console: Console, found: Outcome) -> None:
     """A step of the GPU check, as it ends."""
-    what = found.why or ", ".join(f"{name} {value}" for name, value in found.seen.items())
+    what = "; ".join(filter(None, (found.why, ", ".join(f"{name} {value}" for name, value in found.seen.items()))))
     console.print(f"{found.status} {found.step}, {found.seconds:.1f} s: {what}", soft_wrap=True, markup=False)
 
 
@@ -238,7 +238,7 @@ def outcomes(console: Console, found: Sequence[Outcome]) -> None:
     """All steps of the GPU check, with what each saw."""
     table = Table("step", "", "s", "seen", "", box=SIMPLE_HEAD)
     for each in found:
-        seen = list(each.seen.items()) or [("", each.why)]
+        seen = [*([("", each.why)] if each.why else []), *each.seen.items()] or [("", "")]
         for i, (name, value) in enumerate(seen):
             head = (each.step, each.status, f"{each.seconds:.1f}") if i == 0 else ("", "", "")
             table.add_row(*head, name, str(value))

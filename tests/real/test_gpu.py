@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import nn
 from rlsched.checker import check
 from rlsched.errors import InputError
 from rlsched.gpu import STEPS, apart, conduct, missing, paced, plan
+from rlsched.gpu import main as step
 from rlsched.history import Reader
 from rlsched.labels import Labeller
 from rlsched.manifest import manifest
@@ -29,13 +31,14 @@ from rlsched.real.config import EngineConfig, TrainerConfig
 from rlsched.real.devices import backend, full, kind, labels, nth
 from rlsched.real.digest import digest, fingerprint
 from rlsched.real.engines.packed import packed
-from rlsched.real.engines.residence import Residence
+from rlsched.real.engines.residence import OwnMemory, Residence
+from rlsched.real.gpu import demand
 from rlsched.real.installs import engine as installed
 from rlsched.real.memory import Parked, held, host_copy, resident
 from rlsched.real.model import QWEN3_06B, shaped
 from rlsched.real.probe import Costs
 from rlsched.real.setup import Setup
-from rlsched.real.weights import MAGIC, Staging, WeightSet, read_handle, write_handle
+from rlsched.real.weights import MAGIC, Group, Staging, WeightSet, read_handle, write_handle
 from rlsched.real.wire import Refused
 from rlsched.replay import replay
 from rlsched.shape import Shape
@@ -103,8 +106,18 @@ def test_a_dry_run_passes_every_step_and_writes_histories(tmp_path: Path) -> Non
 
 def test_a_failed_step_stops_no_other(tmp_path: Path) -> None:
     first, second = conduct(["prediction", "device"], tmp_path, True, 10.0)
-    assert (first.status, first.why) == ("failed", "WorldError: the presets left no verdict")
+    assert (first.status, first.why) == ("failed", "Unmet: the presets left no verdict")
     assert second.status == "passed"
+
+
+def test_a_failed_step_tells_what_it_saw(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(plan: Any, folder: Path) -> Any:
+        demand(False, "too little", {"MB freed": 3})
+
+    monkeypatch.setitem(STEPS, "sleep", replace(STEPS["sleep"], run=run))
+    step("sleep", "/tmp", "dry")
+    told = json.loads(capsys.readouterr().out)
+    assert (told["status"], told["why"], told["seen"]) == ("failed", "Unmet: too little", {"MB freed": 3})
 
 
 def test_a_step_is_killed_at_its_limit_and_nothing_runs_past_the_deadline(tmp_path: Path) -> None:
@@ -309,6 +322,31 @@ def test_an_engine_opens_what_the_file_says_and_again_only_when_that_changes(
     assert engine.handle == trainer.handle == b"handle 2"
 
 
+@pytest.mark.parametrize(
+    ("devices", "wanted"),
+    [(["cuda:a", "cuda:b"], "nccl"), (["cuda:a", "cuda:a"], "gloo"), (["cuda:a", "cpu"], "gloo")],
+)
+def test_a_group_finds_out_when_it_meets_what_carries_it(
+    devices: list[str], wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Devices by name only: what NCCL would do is not tried."""
+    monkeypatch.setattr(cuda, "on_gpu", lambda device: device.startswith("cuda"))
+    monkeypatch.setattr(cuda, "identity", lambda device: device)
+    monkeypatch.setattr(cuda, "nccl", lambda store, rank, size, timeout: f"NCCL {rank} of {size}")
+    groups = [Group(device) for device in devices]
+    address = groups[0].host()
+    with ThreadPoolExecutor() as pool:
+        joined = [pool.submit(group.join, address, rank, 2, 20.0) for rank, group in enumerate(groups)]
+    assert [future.result() for future in joined] == [None, None]
+    if wanted == "nccl":
+        assert [(g._group, g._staged) for g in groups] == [("NCCL 0 of 2", "cuda:a"), ("NCCL 1 of 2", "cuda:b")]
+    else:
+        assert all(isinstance(g._group, torch.distributed.ProcessGroupGloo) for g in groups)
+        assert all(g._staged == "cpu" for g in groups)
+    for group in groups:
+        group.leave()
+
+
 # ---------------------------------------------------------------- digests
 
 
@@ -404,6 +442,39 @@ def test_weights_that_level_1_parks_are_asleep_and_not_lost() -> None:
     residence.wake(["weights", "kv"])
     with pytest.raises(Refused, match="not whole"):
         residence.require_usable()
+
+
+class Cache:
+    """What an engine's memory needs of a KV cache."""
+
+    def __init__(self) -> None:
+        self.cache_tensor = torch.ones(8)
+        self.resets = 0
+
+    def reset(self) -> None:
+        self.resets += 1
+
+
+def test_on_a_gpu_level_1_moves_the_weights_and_level_2_loses_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tensors are on the CPU; that they leave a GPU isn't tried."""
+    monkeypatch.setattr(cuda, "on_gpu", lambda _: True)
+    monkeypatch.setattr(cuda, "settle", lambda _: None)
+    model, cache = nn.Linear(2, 3), Cache()
+    before = [p.detach().clone() for p in model.parameters()]
+    memory = OwnMemory(WeightSet(model), cache)
+
+    def gone() -> bool:
+        return all(p.untyped_storage().nbytes() == 0 for p in model.parameters())
+
+    memory.drop(("kv",))
+    assert gone() and cache.cache_tensor.untyped_storage().nbytes() == 0
+    memory.take(("weights",))
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+    memory.take(("kv",))
+    assert cache.resets == 1
+    memory.drop(("kv", "weights"))
+    memory.take(("kv", "weights"))
+    assert not any(p.any() for p in model.parameters())
 
 
 # ---------------------------------------------------------------- vLLM's packed buffer
