@@ -18,7 +18,7 @@ from torch.multiprocessing import reductions
 
 def on_gpu(device: torch.device | str) -> bool:
     """Whether it is a GPU."""
-    return torch.device(device).type == "cuda"
+    return bool(torch.device(device).type == "cuda")
 
 
 def choose(device: str) -> None:
