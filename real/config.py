@@ -14,7 +14,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """An engine. The defaults suit the tiny model on one CPU core."""
 
     model: ModelSpec = ModelSpec()
-    device: str = "cpu"  # a torch device
+    device: str = "cpu"  # a torch device; with `cuda:N` each engine takes the next GPU, with `cuda` all share the first
     threads: int = 1  # of torch, inside this engine (2 on one core are slower than 1)
     page_size: int = 16  # tokens of a KV page; vLLM `block_size` (16), transformers `page_size` (256)
     kv_blocks: int = 512  # pages of KV; vLLM `num_gpu_blocks_override`, transformers `num_blocks`

@@ -12,6 +12,7 @@ from rlsched.history import Line, Writer
 from rlsched.manifest import Definitions, Manifest, manifest
 from rlsched.policy import Policy
 
+from .devices import labels
 from .rig import Rig
 from .rollouts import RolloutLog
 from .setup import Setup
@@ -53,9 +54,7 @@ def describe(rig: Rig, policy: Policy, seed: int) -> Manifest:
         paced=setup.engine.pace is not None,
         labels={
             "trainer": rig.trainer.label,
-            "device": "cores" if first.capabilities.device == "cpu" else "GPU",
-            "ipc": "shared memory",
-            "broadcast": "gloo",
+            **labels(setup.engine.device, setup.trainer.device, len(rig.engines), len(policy.layout(setup.shape))),
             "disk": "safetensors file",
             "sleep_frees": ", ".join(first.capabilities.sleep_frees) or "nothing",
         },

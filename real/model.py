@@ -1,7 +1,7 @@
 """The small causal language model, made here: nothing is downloaded and nothing is read from disk.
 
-Version 0 of the weights is a function of the spec alone, so that an engine and a trainer in different processes (and
-different torch builds of one major line) start from equal parameters without exchanging any.
+Version 0 of the weights is a function of the spec and of the kind of device alone, so that an engine and a trainer in
+different processes (and different torch builds of one major line) start from equal parameters without exchanging any.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     rope_theta: float = 10000.0
     max_positions: int = 4096  # tokens of prompt and output together
     dtype: str = "float32"  # a torch dtype by name
+    tied: bool = False  # whether the output head is the embedding
     seed: int = 0  # of the version 0 weights
     weights: Literal["random", "canary"] = "random"  # "canary": they say their version; shapes must be those of CANARY
 
@@ -35,11 +36,27 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """How many parameters, from the shapes alone."""
         attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads) + 2 * self.head_dim
         mlp = 3 * self.hidden * self.intermediate
-        return 2 * self.vocab * self.hidden + self.layers * (attention + mlp + 2 * self.hidden) + self.hidden
+        ends = (1 if self.tied else 2) * self.vocab * self.hidden
+        return ends + self.layers * (attention + mlp + 2 * self.hidden) + self.hidden
 
 
 #: About 268 MB of weights in few, large tensors: for tests of what a sleeping engine gives back.
 WIDE = ModelSpec(vocab=512, layers=4, hidden=1024, heads=16, kv_heads=16, head_dim=64, intermediate=4096, init_std=0.02)
+
+#: Qwen3-0.6B's shape, 596 million parameters, in bfloat16: for GPUs.
+QWEN3_06B = ModelSpec(
+    vocab=151936,
+    layers=28,
+    hidden=1024,
+    heads=16,
+    kv_heads=8,
+    head_dim=128,
+    intermediate=3072,
+    init_std=0.02,
+    rope_theta=1e6,
+    dtype="bfloat16",
+    tied=True,
+)
 
 #: Weights whose version can be read off the greedy tokens; a trainer's are those of the version that it trains.
 CANARY = ModelSpec(
@@ -55,8 +72,8 @@ CANARY = ModelSpec(
 )
 
 
-def build(spec: ModelSpec) -> Any:
-    """A transformers `Qwen3ForCausalLM` with the version 0 weights, in evaluation mode, on the CPU."""
+def shaped(spec: ModelSpec) -> Any:
+    """A transformers `Qwen3ForCausalLM` of these shapes with no weights to speak of, on torch's default device."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -70,21 +87,28 @@ def build(spec: ModelSpec) -> Any:
         intermediate_size=spec.intermediate,
         max_position_embeddings=spec.max_positions,
         rope_parameters={"rope_type": "default", "rope_theta": spec.rope_theta},
-        tie_word_embeddings=False,
+        tie_word_embeddings=spec.tied,
         attention_dropout=0.0,
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=None,
     )
-    with torch.random.fork_rng(devices=[]):
-        model = Qwen3ForCausalLM(config).to(getattr(torch, spec.dtype))
+    return Qwen3ForCausalLM(config).to(getattr(torch, spec.dtype))
+
+
+def build(spec: ModelSpec, device: str = "cpu") -> Any:
+    """A model with the version 0 weights, in evaluation mode, made where it will be."""
+    import torch
+
+    with torch.random.fork_rng(devices=[]), torch.device(device):
+        model = shaped(spec)
     fill(model, spec)
     return model.eval()
 
 
 def fill(model: Any, spec: ModelSpec, version: int = 0) -> None:
     """Write the weights of `version` into `model`, in place. Random ones are normal matrices and unit norms, drawn in
-    name order, and only version 0 can be made here; canary weights can be of any version."""
+    name order where the parameters are, and only version 0 can be made here; canary weights can be of any version."""
     import torch
 
     if spec.weights == "canary":
@@ -92,13 +116,14 @@ def fill(model: Any, spec: ModelSpec, version: int = 0) -> None:
         return
     if version:
         raise ValueError(f"version {version} of random weights comes only from training")
-    generator = torch.Generator().manual_seed(spec.seed)
+    parameters = [parameter for _, parameter in sorted(model.named_parameters())]
+    generator = torch.Generator(parameters[0].device).manual_seed(spec.seed)
     with torch.no_grad():
-        for _, parameter in sorted(model.named_parameters()):
+        for parameter in parameters:
             if parameter.dim() < 2:
                 parameter.fill_(1.0)
             else:
-                drawn = torch.empty(parameter.shape, dtype=torch.float32)
+                drawn = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
                 parameter.copy_(drawn.normal_(0.0, spec.init_std, generator=generator))
 
 

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Self
 
+from msgspec.structs import replace
+
 from rlsched.commands import Part, Tag, Transport
 from rlsched.errors import InputError
 from rlsched.facts import Resident
@@ -16,6 +18,7 @@ from rlsched.shape import Device
 from . import answers
 from .child import ChildDied
 from .client import EngineClient, TrainerClient
+from .devices import nth
 from .installs import RECIPES, require
 from .setup import Setup
 from .transport import BroadcastBuckets, Buckets, Checkpoints, SharedBuckets
@@ -58,7 +61,7 @@ class Rig:
     async def _engine(self, id: int) -> None:
         self.engines[id] = await EngineClient.start(
             f"engine-{id}",
-            self.setup.engine,
+            replace(self.setup.engine, device=nth(self.setup.engine.device, id)),
             Path(self._folder.name),
             module=self._recipe.module,
             interpreter=self._interpreter,

@@ -11,6 +11,7 @@ from rlsched.shape import Shape
 from rlsched.workload import Length, Workload
 
 from .config import EngineConfig, TrainerConfig
+from .devices import kind
 from .installs import EngineKind
 from .pacing import EnginePace, StepCost, TrainerPace, WorkCost
 from .task import Task
@@ -46,6 +47,11 @@ class Setup(Struct, frozen=True, forbid_unknown_fields=True):
     """Lengths are the workload's and end-of-sequence is ignored: for comparison. False: rollouts stop by themselves."""
 
     def __post_init__(self) -> None:
+        if kind(self.engine.device) != kind(self.trainer.device):
+            raise InputError(
+                f"engine.device is {self.engine.device} and trainer.device {self.trainer.device}: weights travel only"
+                " between devices of one kind, so name two GPUs, one GPU twice, or cpu twice"
+            )
         prompt = self.task.prompt_symbols + 1
         room = self.engine.kv_blocks * self.engine.page_size
         if prompt + self.shape.budget > room:

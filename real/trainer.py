@@ -22,11 +22,11 @@ import msgspec
 import torch
 from torch import Tensor
 
-from . import answers, commands, wire
+from . import answers, commands, cuda, wire
 from .child import adopt
 from .config import TrainerConfig
 from .loss import clipped_loss, group_advantages, reference_penalty, token_logprobs
-from .memory import resident
+from .memory import host_copy, resident, trim
 from .model import build, fill
 from .pacing import Pacer, TrainerPace, WorkCost
 from .weights import Group, Staging, WeightSet
@@ -89,11 +89,12 @@ class Trainer:
         self._port = port
         self._pace = config.pace or TrainerPace()
         torch.set_num_threads(config.threads)
-        self._model = build(config.model).to(config.device)
+        cuda.choose(config.device)
+        self._model = build(config.model, config.device)
         self._weights = WeightSet(self._model)
-        self._reference = build(config.model).to(config.device) if config.ref_weight else None
-        self._staging = Staging()
-        self._group = Group()
+        self._reference = build(config.model, config.device) if config.ref_weight else None
+        self._staging = Staging(config.device)
+        self._group = Group(config.device)
         self._restart()
 
     def _restart(self) -> None:
@@ -184,6 +185,7 @@ class Trainer:
                 norms.append(norm)
             if config.model.weights == "canary":
                 fill(self._model, config.model, version)
+            self._optimizer.zero_grad()  # gradients don't stay behind when the parameters leave
             self._version = version
         return answers.Trained(
             version=version,
@@ -221,6 +223,7 @@ class Trainer:
         self._port.notify(answers.Phase(name, "begin", began))
         with self._held(cost.of(units)):
             yield
+            cuda.settle(self._config.device)
         ended = time.monotonic_ns()
         times[name] = ended - began
         self._port.notify(answers.Phase(name, "end", ended))
@@ -268,15 +271,18 @@ class Trainer:
         unknown = set(parts) - set(PARTS)
         if unknown:
             raise wire.Refused(f"no such part: {', '.join(sorted(unknown))}")
-        device = torch.device("cpu" if away else self._config.device)
+        there = torch.device("cpu" if away else self._config.device)
         moved = 0
         with self._held(self._pace.shift.of(len(parts))):
             for part in parts:
                 for tensor in self._tensors(part):
                     # On a CPU both places are one: the shift is recorded, and nothing moves.
-                    if tensor.device.type != device.type:
+                    if tensor.device.type != there.type:
                         moved += tensor.numel() * tensor.element_size()
-                        tensor.data = tensor.data.to(device)
+                        tensor.data = host_copy(tensor) if away else tensor.data.to(there, non_blocking=True)
+            cuda.settle(self._config.device)
+            if moved:
+                trim()
             self._away = self._away | set(parts) if away else self._away - set(parts)
         return answers.Shifted(parts, moved)
 

@@ -3,11 +3,12 @@
 Trainer and engine lay their parameters into buckets by the same plan, in name order; a bucket is a run of bytes that
 the trainer packs and the engine copies in place, bit for bit. How the bytes travel is the group's or the mapping's
 business.
+
+On a GPU the bytes stay there: the staging buffer is the trainer's, and engines open it by CUDA IPC.
 """
 
 from __future__ import annotations
 
-import hashlib
 import mmap
 import os
 from collections.abc import Sequence
@@ -20,9 +21,15 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from . import cuda
 from .commands import Piece
+from .devices import backend
+from .digest import digest
 from .transport import Tensor, plan
 from .wire import Refused
+
+MAGIC = b"rlsched: a CUDA IPC handle.\n"
+"""How a staging file begins that holds the handle of a buffer instead of the bytes themselves."""
 
 
 class WeightSet:
@@ -30,6 +37,8 @@ class WeightSet:
 
     def __init__(self, model: Any) -> None:
         self.parameters: dict[str, torch.Tensor] = dict(sorted(model.named_parameters()))
+        #: Where they are, when they haven't been offloaded.
+        self.device = next((p.device for p in self.parameters.values()), torch.device("cpu"))
 
     @property
     def nbytes(self) -> int:
@@ -49,6 +58,7 @@ class WeightSet:
         for piece in pieces:
             part = self._slice(piece)
             window(buffer, piece, part).copy_(part)
+        cuda.settle(self.device)
         return extent(self.parameters, pieces)
 
     def copy(self, buffer: torch.Tensor, pieces: Sequence[Piece]) -> int:
@@ -58,6 +68,7 @@ class WeightSet:
             part = self._slice(piece)
             part.copy_(window(buffer, piece, part))
             size += part.numel() * part.element_size()
+        cuda.settle(self.device)
         return size
 
     def save(self, path: Path) -> int:
@@ -75,17 +86,12 @@ class WeightSet:
                 part = self._slice(piece)
                 part.copy_(file.get_tensor(piece.name).view(-1)[piece.start : piece.start + piece.count])
                 size += part.numel() * part.element_size()
+        cuda.settle(self.device)
         return size
 
     def checksum(self) -> str:
         """Digest of names and bytes. Equal digests: bit-equal weights."""
-        digest = hashlib.blake2b(digest_size=16)
-        for name, parameter in self.parameters.items():
-            digest.update(name.encode())
-            # A copy: a storage once seen through numpy can never be resized again, and sleeping resizes it.
-            copy = parameter.detach().to("cpu", copy=True)
-            digest.update(copy.view(-1).view(torch.uint8).numpy())
-        return digest.hexdigest()
+        return digest(self.parameters, cuda.on_gpu(self.device))
 
 
 def window(buffer: torch.Tensor, piece: Piece, part: torch.Tensor) -> torch.Tensor:
@@ -100,33 +106,75 @@ def extent(parameters: dict[str, torch.Tensor], pieces: Sequence[Piece]) -> int:
 
 
 class Staging:
-    """This process's view of the parent's staging buffer, mapped once and kept while it is the same file."""
+    """This process's view of the staging buffer behind the parent's file, opened once and kept while it is the same.
 
-    def __init__(self) -> None:
-        self._file: tuple[int, int] | None = None
+    On a CPU the file is the buffer, mapped. `device` is a trainer's: on a GPU it allocates the buffer there and leaves
+    its CUDA IPC handle in the file, whence engines open it. Either way one buffer serves all buckets, stop and wait.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self._device = device
+        self._found: tuple[int, int, bytes] | None = None
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def at(self, path: str, size: int) -> torch.Tensor:
         """The buffer as bytes."""
-        # The path is a file descriptor's number and comes again; the inode can't while it is mapped here.
-        found = Path(path).stat()
-        if (found.st_dev, found.st_ino) != self._file:
-            file = os.open(path, os.O_RDWR)
-            try:
-                self._buffer = torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
-            finally:
-                os.close(file)
-            self._file = (found.st_dev, found.st_ino)
+        file = os.open(path, os.O_RDWR)
+        try:
+            # The path is a file descriptor's number and comes again; the inode can't while it is mapped here.
+            status = os.fstat(file)
+            found = (status.st_dev, status.st_ino, read_handle(file))
+            if found != self._found:
+                self._buffer = self._open(file, size, found[2])
+                self._found = (*found[:2], read_handle(file))
+        finally:
+            os.close(file)
         return self._buffer
+
+    def _open(self, file: int, size: int, handle: bytes) -> torch.Tensor:
+        self._buffer = torch.empty(0, dtype=torch.uint8)  # the one before goes first
+        if cuda.on_gpu(self._device):
+            cuda.release()
+            buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
+            write_handle(file, cuda.exported(buffer))
+            return buffer
+        if handle:
+            return cuda.opened(handle)
+        return torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
+
+    @property
+    def handle(self) -> bytes:
+        """Of the buffer; empty where it is memory of the host."""
+        return self._found[2] if self._found else b""
+
+
+def write_handle(file: int, handle: bytes) -> None:
+    """Leave a handle in a staging file. Raises ValueError if it doesn't fit there."""
+    note = MAGIC + len(handle).to_bytes(4, "little") + handle
+    room = os.fstat(file).st_size
+    if len(note) > room:
+        raise ValueError(f"a bucket of {room} bytes is too small for a CUDA IPC handle of {len(note)}")
+    os.pwrite(file, note, 0)
+
+
+def read_handle(file: int) -> bytes:
+    """The handle in a staging file; empty if it holds none."""
+    head = os.pread(file, len(MAGIC) + 4, 0)
+    if not head.startswith(MAGIC):
+        return b""
+    return os.pread(file, int.from_bytes(head[len(MAGIC) :], "little"), len(head))
 
 
 class Group:
     """Membership in the broadcast group; rank 0 sends. A group that failed is of no more use: join again.
 
-    It is no `torch.distributed` default group: a process has one of those, and in vLLM's it is vLLM's.
+    It is no `torch.distributed` default group: a process has one of those, and in vLLM's it is vLLM's. Members that
+    have a GPU each use NCCL, all others gloo, through host memory; which it is, they find out when they meet.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self._device = device
+        self._staged: torch.device | str = "cpu"  # where buckets wait for the broadcast
         self._group: Any = None
         self._store: Any = None
 
@@ -143,6 +191,15 @@ class Group:
             self.leave()
             host, port = address.rsplit(":", 1)
             self._store = dist.TCPStore(host, int(port), is_master=False, timeout=timeout)
+        self._store.set(f"device {rank}", cuda.identity(self._device))
+        self._staged = "cpu"
+        if cuda.on_gpu(self._device):  # members without a GPU know already
+            self._store.set_timeout(timeout)
+            members = [self._store.get(f"device {other}").decode() for other in range(world_size)]
+            if backend(members) == "nccl":
+                self._staged = self._device
+                self._group = cuda.nccl(self._store, rank, world_size, timeout)
+                return
         self._group = dist.ProcessGroupGloo(self._store, rank, world_size, timeout)
 
     def leave(self) -> None:
@@ -165,8 +222,9 @@ class Group:
 
     def _broadcast(self, buffer: torch.Tensor) -> None:
         self._group.broadcast([buffer], dist.BroadcastOptions()).wait()  # from rank 0, by default
+        cuda.settle(self._staged)
 
     def _buffer(self, weights: WeightSet, pieces: Sequence[Piece]) -> torch.Tensor:
         if self._group is None:
             raise Refused("not in a broadcast group")
-        return torch.empty(extent(weights.parameters, pieces), dtype=torch.uint8)
+        return torch.empty(extent(weights.parameters, pieces), dtype=torch.uint8, device=self._staged)

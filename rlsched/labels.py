@@ -47,6 +47,20 @@ DEVICES = {
         "resident": "on GPU",
         "gone": "offloaded to CPU",
     },
+    "one GPU, shared": {
+        "plural": "processes on one GPU, shared",
+        "memory": "GPU memory",
+        "same": "same GPU",
+        "resident": "on GPU",
+        "gone": "offloaded to CPU",
+    },
+    "GPUs, shared": {
+        "plural": "processes on shared GPUs",
+        "memory": "GPU memory",
+        "same": "same GPUs (HYBRID)",
+        "resident": "on GPU",
+        "gone": "offloaded to CPU",
+    },
     "cores": {
         "plural": "cores",
         "memory": "memory",

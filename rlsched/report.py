@@ -20,6 +20,7 @@ from .labels import headings
 from .manifest import Manifest
 from .metrics import Metrics
 from .naming import PolicySpec
+from .outcome import Outcome
 from .replay import Divergence
 from .states import Cycle
 from .verdict import Verdict
@@ -281,6 +282,23 @@ def audits(console: Console, found: "dict[str, Audit]") -> None:
         for rollout, wrong in (a.labels | a.installs).items():
             for m in wrong:
                 console.print(f"    rollout {rollout}: {m}", soft_wrap=True)
+
+
+def outcome(console: Console, found: Outcome) -> None:
+    """A step of the GPU check, as it ends."""
+    what = "; ".join(filter(None, (found.why, ", ".join(f"{name} {value}" for name, value in found.seen.items()))))
+    console.print(f"{found.status} {found.step}, {found.seconds:.1f} s: {what}", soft_wrap=True, markup=False)
+
+
+def outcomes(console: Console, found: Sequence[Outcome]) -> None:
+    """All steps of the GPU check, with what each saw."""
+    table = Table("step", "", "s", "seen", "", box=SIMPLE_HEAD)
+    for each in found:
+        seen = [*([("", each.why)] if each.why else []), *each.seen.items()] or [("", "")]
+        for i, (name, value) in enumerate(seen):
+            head = (each.step, each.status, f"{each.seconds:.1f}") if i == 0 else ("", "", "")
+            table.add_row(*head, name, str(value))
+    console.print(table)
 
 
 def write_verdict(found: Verdict, folder: Path) -> Path:

@@ -54,6 +54,8 @@ class Batcher:
             # Shared blocks hand KV of older weights to a prompt that comes again, unless they are flushed.
             allow_block_sharing=sharing,
             use_async_batching=False,  # a batch in flight at the control point would be half done
+            auto_switch_to_flash=False,  # its kernels come from a hub, and float32 has none
+            use_cuda_graph=False,  # a captured graph has the addresses of memory that a sleep gives back
             return_logprobs=True,
             safety_margin=0.0,
             seed=config.seed,

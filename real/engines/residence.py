@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from ..memory import Droppable, resident, trim
+from .. import cuda
+from ..memory import Droppable, Parked, held, trim
 from ..weights import WeightSet
 from ..wire import Refused
 
 PARTS = ("kv", "weights")
-"""What can sleep, in the order of levels: level 1 takes the first, level 2 both."""
+"""What can sleep, in the order of levels: level 1 loses the first, level 2 both."""
 
 
 class Memory(Protocol):
@@ -35,18 +36,27 @@ class OwnMemory:
 
     def __init__(self, weights: WeightSet, cache: Any) -> None:
         self._cache = cache
+        self._device = weights.device
+        self._parked = Parked(weights.parameters.values())
         self._storages = {"weights": Droppable(weights.parameters.values()), "kv": Droppable([cache.cache_tensor])}
 
     def drop(self, parts: Sequence[str]) -> None:
-        """Give these parts' memory back."""
+        """Give these parts' memory back. Weights that are not among them leave a GPU for the host."""
+        cuda.settle(self._device)
         for part in parts:
             self._storages[part].drop()
+        if cuda.on_gpu(self._device) and "weights" not in parts:
+            self._parked.drop()
         trim()
 
     def take(self, parts: Sequence[str]) -> None:
         """Take it again."""
         for part in parts:
-            self._storages[part].take()
+            if part == "weights" and self._parked.parked:
+                self._parked.take()
+            else:
+                self._storages[part].take()
+        cuda.settle(self._device)
         if "kv" in parts:
             self.forget_kv()
 
@@ -56,10 +66,14 @@ class OwnMemory:
 
 
 class Residence:
-    """Weights and KV of one engine. `levels`: of sleep, that it can do."""
+    """Weights and KV of one engine. `levels`: of sleep, that it can do; `parks`: level 1 moves the weights to the host.
 
-    def __init__(self, weights: WeightSet, memory: Memory, levels: tuple[int, ...]) -> None:
+    Parked weights are asleep, but not lost: they are usable as soon as they are awake.
+    """
+
+    def __init__(self, weights: WeightSet, memory: Memory, levels: tuple[int, ...], parks: bool = False) -> None:
         self.levels = levels
+        self._parks = parks
         self.asleep: set[str] = set()
         self._weights = weights
         self._memory = memory
@@ -87,17 +101,18 @@ class Residence:
     # ------------------------------------------------------------ memory
 
     def sleep(self, level: int) -> tuple[int, int]:
-        """Drop KV, at level 2 weights as well; bytes of memory before and after."""
+        """Drop KV, at level 2 weights as well; bytes in use before and after (`memory.held`)."""
         if level not in self.levels:
             raise Refused(f"no sleep level {level}")
         if self.asleep:
             raise Refused("asleep already")
-        before = resident()
+        device = self._weights.device
+        before = held(device)
         parts = PARTS[:level]
         self._memory.drop(parts)
-        self.asleep.update(parts)
+        self.asleep.update(PARTS if self._parks else parts)
         self.usable = self.usable and level == 1
-        return before, resident()
+        return before, held(device)
 
     def wake(self, tags: list[str]) -> None:
         """Take the memory of these parts again; of those that are awake nothing changes."""

@@ -98,7 +98,7 @@ class EngineServer:
         self._weights = WeightSet(self._model)
         self._batcher, self._residence = self._open()
         self._staging = Staging()
-        self._group = Group()
+        self._group = Group(self._weights.device)
         self._inbox: queue.SimpleQueue[wire.Call | None] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._requests: dict[str, Request] = {}

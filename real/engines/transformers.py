@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 import transformers
 
+from .. import cuda
 from ..model import build
 from . import Capabilities, entry
 from .batching import Batcher
@@ -30,13 +31,18 @@ class TransformersEngine(EngineServer):
     _batcher: Batcher
 
     def _landing(self) -> Any:
-        return build(self._config.model).to(self._config.device)
+        cuda.choose(self._config.device)
+        return build(self._config.model, self._config.device)
 
     def _open(self) -> tuple[Batcher, Residence]:
         batcher = Batcher(self._model, self._config, self._control, self._begin_step, self.sharing)
         # Level 1 keeps the weights in host memory, which is where a CPU engine has them.
-        levels = (1, 2) if self._config.device == "cpu" else (2,)
-        return batcher, self.residence(self._weights, OwnMemory(self._weights, batcher.cache), levels)
+        parks = cuda.on_gpu(self._config.device)
+        return batcher, self.residence(self._weights, OwnMemory(self._weights, batcher.cache), (1, 2), parks)
+
+    def _end_step(self) -> None:
+        cuda.settle(self._config.device)  # a step is over when its kernels are
+        super()._end_step()
 
     def serve(self) -> Exception | None:
         """Run transformers' loop until closed; what killed it, if something did."""

@@ -5,10 +5,10 @@ import sys
 from cyclopts import CycloptsError
 
 from ..errors import InputError, WorldError
-from . import about, reading, running, simulating, studying
+from . import about, checking, reading, running, simulating, studying
 from .app import app, err
 
-__all__ = ["about", "app", "main", "reading", "running", "simulating", "studying"]
+__all__ = ["about", "app", "checking", "main", "reading", "running", "simulating", "studying"]
 
 
 def main(arguments: list[str] | None = None) -> None:
