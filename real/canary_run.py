@@ -24,7 +24,7 @@ from .installs import EngineKind
 from .job import engines, perform
 from .model import CANARY
 from .rig import Rig
-from .rollouts import Rollout
+from .rollouts import Rollout, beside
 from .setup import Setup, load
 
 
@@ -94,7 +94,7 @@ def audit(events: Iterable[Event], rollouts: Iterable[Rollout]) -> Audit:
 def logged(history: Path) -> Iterator[Rollout]:
     """The raw rollouts that lie beside a history."""
     decode = msgspec.json.Decoder(Rollout).decode
-    with zstandard.open(history.with_name(f"{history.stem}.rollouts.jsonl.zst"), "rb") as file:
+    with zstandard.open(beside(history), "rb") as file:
         for line in file.read().splitlines():
             yield decode(line)
 

@@ -77,11 +77,16 @@ class Rollouts:
             self._all.pop(r, None)
 
 
+def beside(history: Path) -> Path:
+    """The file of the raw rollouts of a history."""
+    return history.with_name(f"{history.name.removesuffix('.zst').removesuffix('.jsonl')}.rollouts.jsonl.zst")
+
+
 class RolloutLog:
     """Raw rollouts, one a line, in a file beside the history."""
 
     def __init__(self, history: Path) -> None:
-        self.path = history.with_name(f"{history.name.removesuffix('.zst').removesuffix('.jsonl')}.rollouts.jsonl.zst")
+        self.path = beside(history)
         self._file = zstandard.open(self.path, "wb")
 
     def write(self, rollout: Rollout) -> None:

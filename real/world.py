@@ -305,8 +305,8 @@ class World:
                 self.post(Observed(self._now(), command.id, f"engine-{engine}/rss_freed", slept.freed))
                 for part, size in self._rig.engine_bytes(engine).items():
                     kept = size if part not in client.capabilities.sleep_frees else 0
-                    if part == "weights" and level == 1:
-                        kept = size
+                    if part == "weights" and level == 1 and client.capabilities.device == "cpu":
+                        kept = size  # level 1 moves them to the host, where they are
                     self.post(Resident(self._now(), command.id, device, "engine", part, kept))
             case Wake():
                 woken = await client.wake(command.tags)

@@ -21,6 +21,8 @@ from typing import Any, ClassVar
 import vllm
 from vllm.platforms import current_platform
 
+from ..cuda import choose
+from ..devices import kind
 from ..memory import trim
 from ..model import build
 from . import Capabilities
@@ -44,8 +46,9 @@ class VllmMemory:
         trim()
 
     def take(self, parts: Sequence[str]) -> None:
-        """Wake these parts. At level 1 vLLM has moved the weights, too, and they come back with the KV."""
-        self._batcher.wake(parts if "weights" in self._dropped else PARTS)
+        """Wake these parts. On a CPU vLLM counts the weights as asleep at level 1, too, and all of it wakes with the KV."""
+        level1 = current_platform.is_cpu() and "weights" not in self._dropped
+        self._batcher.wake(PARTS if level1 else parts)
 
     def forget_kv(self) -> None:
         """Forget all cached KV."""
@@ -60,15 +63,18 @@ class VllmEngine(EngineServer):
     _batcher: VllmBatcher
 
     def _landing(self) -> Any:
-        return build(self._config.model)
+        choose(self._config.device)
+        return build(self._config.model, self._config.device)
 
     def _open(self) -> tuple[VllmBatcher, Residence]:
-        if self._config.device != current_platform.device_type:
+        if kind(self._config.device) != current_platform.device_type:
             raise ValueError(f"this vLLM computes on {current_platform.device_type}, not on {self._config.device}")
         with TemporaryDirectory(prefix="rlsched-") as checkpoint:
             self._model.save_pretrained(checkpoint)
             batcher = VllmBatcher(self._config, checkpoint, self._begin_step)
-        return batcher, Residence(self._weights, VllmMemory(batcher), (1, 2))
+        # On a GPU level 1 takes the weights off the device, and no update may land in them there.
+        parks = not current_platform.is_cpu()
+        return batcher, Residence(self._weights, VllmMemory(batcher), (1, 2), parks=parks)
 
     def _adopt(self) -> None:
         self._batcher.load(self._weights.parameters, self._residence.version)
