@@ -150,6 +150,9 @@ class SglangEngine:
             case commands.LeaveGroup():
                 self._group.leave()
                 return answers.Done()
+            case commands.Ping():
+                await self._driver.ping()
+                return answers.Done()
             case commands.Trace(on):
                 self._driver.look()
                 steps, self._driver.steps = self._driver.steps, [] if on else None

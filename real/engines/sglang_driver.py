@@ -78,6 +78,10 @@ class Driver:
         ending.cancel()
         self._fault.result()
 
+    async def ping(self) -> None:
+        """Wait for a word of the scheduler, between two steps of its own."""
+        await self.server.get("/server_info")
+
     def _on_record(self, record: Record) -> None:
         match record:
             case Taken(rid):
