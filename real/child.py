@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -149,7 +150,9 @@ class Child:
 
     def death(self) -> ChildDied:
         """What to raise about an ended child. Nothing of it is left afterwards; that may take a moment."""
-        lost = self.alive and not self._condemned
+        patience = time.monotonic() + 0.5  # a socket is closed before the process has ended
+        while (lost := self.alive) and time.monotonic() < patience:
+            time.sleep(0.005)
         self.reap()
         code = self._process.returncode
         if self._condemned:

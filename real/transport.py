@@ -242,7 +242,9 @@ class BroadcastBuckets(Buckets):
             await standing.each(lambda sink: sink.receive(self.bucket_bytes, index))
             if standing.failed:
                 await asyncio.wait({sending})
-                sending.exception()  # it has lost that member too, and may or may not say so
+                # It has lost that member too, and may or may not say so; unless it is the one that was lost.
+                if isinstance(sending.exception(), ChildDied):
+                    await sending
                 return self._break(standing)
             return (await sending).bytes
         except BaseException:
