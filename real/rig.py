@@ -43,6 +43,7 @@ class Rig:
         self._checkpoints = Checkpoints(Path(self._folder.name))
         self._asked = 0
         self._aside: dict[str, tuple[int, asyncio.Future[answers.Ended]]] = {}
+        self._resetting = False
         self.deaf()
 
     @classmethod
@@ -106,7 +107,8 @@ class Rig:
 
     def _ended(self, engine: int, told: answers.Ended) -> None:
         if told.rollout not in self._aside:
-            self._on_ended(engine, told)
+            if not self._resetting:  # a request of the run before is nobody's
+                self._on_ended(engine, told)
             return
         _, future = self._aside[told.rollout]
         if not future.done():
@@ -157,10 +159,14 @@ class Rig:
         engines = list(self.engines.values())
         # A reset child leaves its group. It is formed again here: in a run it would count as the first transfer's.
         await self._broadcast.close()
-        for client in engines:
-            await client.abort()
-            await client.reset(manifest.seed)
-            await client.pause()
+        self._resetting = True
+        try:
+            for client in engines:
+                await client.abort()
+                await client.reset(manifest.seed)
+                await client.pause()
+        finally:
+            self._resetting = False
         await self.trainer.reset(manifest.seed)
         pushed = await self.transport("ipc", BUCKET).push(self.trainer, engines, 0)
         if pushed.failed:

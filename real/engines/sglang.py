@@ -21,6 +21,7 @@ Run as `python -m rlsched.real.engines.sglang --fd N --parent PID` by the interp
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
 import threading
@@ -41,11 +42,14 @@ from ..pacing import EnginePace, Pacer
 from ..weights import Group, Staging
 from . import Capabilities
 from .sglang_driver import Driver
+from .sglang_http import HttpError
 from .sglang_landing import Landing
 from .sglang_requests import Request
 
 #: Exit code of a child whose server died.
 SERVER_DIED = 3
+DYING_S = 3.0
+"""How long the rest of a server may outlive the process of it that died."""
 
 
 class SglangEngine:
@@ -95,10 +99,18 @@ class SglangEngine:
             except wire.Refused as refusal:
                 self._port.send(wire.Failure(call.id, str(refusal), refused=True))
             except Exception as error:
+                if isinstance(error, OSError | HttpError):
+                    await self._see_whether_it_dies()
                 traceback.print_exc()
                 self._port.send(wire.Failure(call.id, f"{type(error).__name__}: {error}", refused=False))
             else:
                 self._port.send(wire.Answer(call.id, result))
+
+    async def _see_whether_it_dies(self) -> None:
+        """Raise what killed the server, if it is dying: the command didn't fail then, the engine did."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DYING_S):
+                await self._driver.broken()
 
     def close(self) -> None:
         """End the server."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,7 +12,7 @@ from rlsched.real.commands import Sample
 from rlsched.real.config import EngineConfig, TrainerConfig
 from rlsched.real.model import ModelSpec, build
 from rlsched.real.transport import BroadcastBuckets, SharedBuckets
-from rlsched.real.weights import Staging, WeightSet
+from rlsched.real.weights import Group, Staging, WeightSet
 from rlsched.real.wire import Refused
 
 pytestmark = pytest.mark.real
@@ -271,8 +272,7 @@ def test_what_was_packed_ahead_for_a_push_that_broke_off_is_not_sent_by_the_next
         broken = await transport.push(trainer, [engines[0], Stumbling(engines[1], misses)], 0)
         await trainer.train(batch(prompt), 1)
         whole = await transport.push(trainer, engines, 1)
-        # The same number again, as in the next run.
-        await trainer.reset(0)
+        # Other weights under the same number, as a next run has them.
         await trainer.train(batch(prompt)[:4], 1)
         other = await transport.push(trainer, engines, 1)
         await transport.close()
@@ -284,3 +284,24 @@ def test_what_was_packed_ahead_for_a_push_that_broke_off_is_not_sent_by_the_next
     assert not other.failed
     assert whole.checksum != other.checksum
     assert {u.checksum for u in other.updated.values()} == {other.checksum}
+
+
+def test_the_next_bucket_is_packed_while_the_one_before_is_on_its_way(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    weights, group, order = WeightSet(build(ModelSpec())), Group(), []
+    group.join(group.host(), 0, 1, 10.0)
+    pack, begin = weights.pack, group._begin
+
+    def sending(buffer):
+        work = begin(buffer)
+        order.append("begun")
+        return SimpleNamespace(wait=lambda: (order.append("awaited"), work.wait()))
+
+    monkeypatch.setattr(weights, "pack", lambda buffer, pieces: order.append("packed") or pack(buffer, pieces))
+    monkeypatch.setattr(group, "_begin", sending)
+    one, two, *_ = weights.buckets(SMALL)
+    group.send(weights, one, two)
+    assert order == ["packed", "begun", "packed", "awaited"]
+    group.send(weights, two)
+    assert order[4:] == ["begun", "awaited"]
+    group.leave()
