@@ -12,7 +12,7 @@ from rlsched.commands import Transfer
 from rlsched.facts import Bucket, Installed, Updating
 from rlsched.history import Reader
 from rlsched.naming import parse
-from rlsched.real.client import CommandFailed
+from rlsched.real.channel import CommandFailed
 from rlsched.real.config import EngineConfig, TrainerConfig
 from rlsched.real.job import perform
 from rlsched.real.model import ModelSpec, build

@@ -1,6 +1,6 @@
 """The run's own process is ended in mid-generation: no process of it, shared memory or folder is left.
 
-About a minute on the embedded engine; the others are nightly, a minute each.
+Measured on busy cores: two minutes and a half on the embedded engine. The others are nightly.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rlsched.real import installs, processes
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(1800)]
 
-#: More versions than it will make, and a control that is slow to come.
+#: More versions than it will make.
 JOB = """
 engine_kind = "{kind}"
 shape = {{ b = 2, samples = 2, steps = 10000, budget = 64 }}
