@@ -144,11 +144,23 @@ def required(kind: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def runs(request: pytest.FixtureRequest) -> Iterator[Runs]:
-    required(request.param)
-    made = Runs(request.param)
+def rigs() -> Iterator[dict[str, Runs]]:
+    made: dict[str, Runs] = {}
     yield made
-    made.close()
+    for runs in made.values():
+        runs.close()
+
+
+@pytest.fixture
+def runs(request: pytest.FixtureRequest, rigs: dict[str, Runs]) -> Runs:
+    """One engine's rig at a time, for all of its faults. (A module's fixture with this parameter is made for each.)"""
+    kind = request.param
+    required(kind)
+    for other in [k for k in rigs if k != kind]:
+        rigs.pop(other).close()
+    if kind not in rigs:
+        rigs[kind] = Runs(kind)
+    return rigs[kind]
 
 
 def of(events: list[Any], *kinds: type) -> list[Any]:
