@@ -77,12 +77,12 @@ class Forger:
         used = self._weights.pack(self._staging.at(path, size), pieces)
         return Packed(pieces, used, time.monotonic_ns() - began)
 
-    async def send(self, bucket_bytes: int, index: int, version: int) -> Moved:
+    async def send(self, bucket_bytes: int, index: int, version: int, ahead: bool = False) -> Moved:
         """Send one bucket to the broadcast group."""
         self._require(version)
         began = time.monotonic_ns()
-        pieces = self._weights.buckets(bucket_bytes)[index]
-        sent = await asyncio.to_thread(self._group.send, self._weights, pieces)
+        pieces, *later = self._weights.buckets(bucket_bytes)[index:]
+        sent = await asyncio.to_thread(self._group.send, self._weights, pieces, later[0] if ahead and later else ())
         return Moved(sent, time.monotonic_ns() - began)
 
     async def save(self, path: str, version: int) -> Moved:

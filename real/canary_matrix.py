@@ -23,8 +23,9 @@ from rlsched.errors import WorldError
 from .canary_faults import FAULTS, TRANSPORTS, Cell, cells, left_out
 from .canary_forger import Forger
 from .canary_handling import GUARDS, Answer, Ear, Early, Update
+from .channel import CommandFailed
 from .child import ChildDied
-from .client import CommandFailed, EngineClient
+from .client import EngineClient
 from .config import EngineConfig
 from .installs import RECIPES, EngineKind, require
 from .model import CANARY
@@ -73,9 +74,9 @@ class Bench:
         self._careless = careless
         self._source = Forger()
         ways = (
-            SharedBuckets(BUCKET, PATIENCE_S),
+            SharedBuckets(BUCKET),
             BroadcastBuckets(BUCKET, PATIENCE_S),
-            Checkpoints(folder, BUCKET, PATIENCE_S),
+            Checkpoints(folder, BUCKET),
         )
         self._transports: dict[str, Buckets] = dict(zip(TRANSPORTS, ways, strict=True))
         self._old = 0

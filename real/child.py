@@ -1,7 +1,8 @@
 """Child processes: started by a named interpreter, bound to CPU cores, watched, and always reaped.
 
 The parent's half is `Child`; a child's own first act is `adopt`. A child can't outlive its parent: it sees its socket
-close, and should it be too busy to look, the kernel kills it (PR_SET_PDEATHSIG).
+close, and should it be too busy to look, the kernel kills it (PR_SET_PDEATHSIG). With a child ends all that it has
+started, and the named shared memory that they held is removed; what a killed parent can't remove, its `janitor` does.
 """
 
 from __future__ import annotations
@@ -10,26 +11,35 @@ import argparse
 import asyncio
 import contextlib
 import ctypes
+import getpass
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import threading
+import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from rlsched.errors import WorldError
+
+from . import processes
+from .janitor import HELD
+
 PR_SET_PDEATHSIG = 1
 
 
-class ChildDied(Exception):  # noqa: N818
+class ChildDied(WorldError):  # noqa: N818
     """A child process is gone. Raised by every pending and every later call to it."""
 
     def __init__(self, name: str, pid: int, status: str, last_line: str) -> None:
         super().__init__(f"{name} (pid {pid}) died: {status}; last stderr line: {last_line or '(none)'}")
         self.name = name
         self.pid = pid
-        self.status = status  # "exit code 3" or "signal SIGKILL"
+        self.status = status  # "exit code 3", "signal SIGKILL", or what it was ended for
         self.last_line = last_line
 
 
@@ -42,8 +52,13 @@ class Child:
         self.socket = connection
         self.stderr = stderr
         self._process = process
-        # Also runs at interpreter exit, so that a parent which forgets to close leaves nothing behind.
-        self._kill = weakref.finalize(self, _kill, process, connection)
+        self._condemned = ""
+        self._before = processes.named_segments()
+        self._held = Held(stderr.with_suffix(HELD), process.pid)
+        # These also run at interpreter exit, so that a parent which forgets to close leaves nothing behind.
+        self._hang_up = weakref.finalize(self, connection.close)
+        self._reap = weakref.finalize(self, _reap, process, self._held)
+        self._reaping = threading.Lock()
 
     @classmethod
     def start(
@@ -64,8 +79,15 @@ class Child:
         ours, theirs = socket.socketpair()
         stderr = run_dir / f"{name}.stderr"
         command = [interpreter, "-m", module, "--fd", str(theirs.fileno()), "--parent", str(os.getpid()), *arguments]
-        # Loopback: gloo would otherwise ask a name service for this host's address.
-        settings = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1", **(environment or {})}
+        settings = {
+            **os.environ,
+            "GLOO_SOCKET_IFNAME": "lo",  # gloo would otherwise ask a name service for this host's address
+            "HF_HUB_OFFLINE": "1",
+            # What libraries leave in the folder for temporary files goes with the run; compiled code is for all runs.
+            "TMPDIR": str(run_dir),
+            "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", _compiled()),
+            **(environment or {}),
+        }
         with theirs, stderr.open("wb") as errors:
             process = subprocess.Popen(
                 command,
@@ -100,19 +122,53 @@ class Child:
 
     @property
     def alive(self) -> bool:
-        """Whether the process runs; one that has ended is reaped by asking."""
-        return self._process.poll() is None
+        """Whether the process runs."""
+        # It isn't reaped by asking: as long as it isn't, its number can't be another's.
+        options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        return self._process.returncode is None and os.waitid(os.P_PID, self.pid, options) is None
+
+    @property
+    def stopped(self) -> set[tuple[int, int]]:
+        """What of it was stopped by a signal; see `processes.stopped`."""
+        return processes.stopped(self.pid) if self._process.returncode is None else set()
+
+    def signal(self, what: signal.Signals) -> None:
+        """Send a signal to it and to all that it has started."""
+        if self._process.returncode is None:
+            processes.send(self.pid, what)
+
+    def look(self) -> None:
+        """Note the named shared memory that it holds, so that it can be removed after it."""
+        if self._process.returncode is None:
+            self._held.note(processes.segments(self.pid, self._before))
+
+    def condemn(self, why: str) -> None:
+        """Kill it and all that it has started, for `why`, which is what will be told of its death."""
+        if self.alive:
+            self._condemned = self._condemned or why
+            self.signal(signal.SIGKILL)
 
     def death(self) -> ChildDied:
-        """What to raise about an ended child."""
-        code = self._process.poll()
-        if code is None:
+        """What to raise about an ended child. Nothing of it is left afterwards; that may take a moment."""
+        patience = time.monotonic() + 0.5  # a socket is closed before the process has ended
+        while (lost := self.alive) and time.monotonic() < patience:
+            time.sleep(0.005)
+        self.reap()
+        code = self._process.returncode
+        if self._condemned:
+            status = self._condemned
+        elif lost:
             status = "connection lost"
         elif code < 0:
             status = f"signal {signal.Signals(-code).name}"
         else:
             status = f"exit code {code}"
         return ChildDied(self.name, self.pid, status, self.last_line())
+
+    def reap(self) -> None:
+        """Kill what is left of it, wait for its end, and remove what it held."""
+        with self._reaping:
+            self._reap()
 
     def last_line(self, window: int = 4096) -> str:
         """The last non-empty line of its stderr."""
@@ -131,26 +187,52 @@ class Child:
 
     async def close(self, timeout: float = 5.0) -> None:
         """End the child: close the socket, and if that doesn't do within `timeout` seconds, SIGTERM, then SIGKILL."""
-        # shutdown, not close: an asyncio transport may own the same socket.
+        self.look()
+        # shutdown, not close: an asyncio transport may own the same socket, and closes it.
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
-        if not await self.wait(timeout):
+        # One that stands still can't obey.
+        if not self.stopped and not await self.wait(timeout):
             self._process.terminate()
-            if not await self.wait(1.0):
-                self._process.kill()
-                await self.wait(10.0)
-        self._kill()
+            await self.wait(1.0)
+        await asyncio.to_thread(self.reap)
 
     def kill(self) -> None:
-        """SIGKILL it, now; for tests of what happens then."""
+        """SIGKILL the child alone, now; for tests of what happens then."""
         self._process.kill()
 
 
-def _kill(process: subprocess.Popen[bytes], connection: socket.socket) -> None:
-    connection.close()
-    if process.poll() is None:
-        process.kill()
+class Held:
+    """What a child holds that outlives it, in memory and in a file for the janitor."""
+
+    def __init__(self, file: Path, session: int) -> None:
+        self._file = file
+        self._segments: set[Path] = set()
+        file.write_text(f"{session}\n")
+
+    def note(self, segments: set[Path]) -> None:
+        """It holds these, too."""
+        fresh = segments - self._segments
+        self._segments |= fresh
+        if fresh:
+            with self._file.open("a") as file:
+                file.writelines(f"{path}\n" for path in sorted(fresh))
+
+    def remove(self) -> None:
+        """Remove it all."""
+        for path in (*self._segments, self._file):
+            path.unlink(missing_ok=True)
+
+
+def _reap(process: subprocess.Popen[bytes], held: Held) -> None:
+    processes.end(process.pid)
     process.wait()
+    held.remove()
+
+
+def _compiled() -> str:
+    """Where torch keeps what it has compiled, unless told otherwise."""
+    return str(Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}"))
 
 
 def adopt(arguments: Sequence[str] | None = None) -> socket.socket:

@@ -113,6 +113,10 @@ class EndUpdate(Message, frozen=True):
     version: int
 
 
+class Ping(Message, frozen=True):
+    """Whether that which steps is there. Answer: `Done`, from between two steps."""
+
+
 class Trace(Message, frozen=True):
     """Switch the recording of engine steps. Answer: `Steps` with what was recorded since the last `Trace`."""
 
@@ -174,6 +178,7 @@ class SendBucket(Message, frozen=True):
     bucket_bytes: int
     index: int
     version: int
+    ahead: bool = False  # pack the next one while this one is on its way
 
 
 class SaveCheckpoint(Message, frozen=True):
@@ -242,6 +247,7 @@ Command = (
     | ReceiveBucket
     | ReadBucket
     | EndUpdate
+    | Ping
     | Trace
     | Train
     | LoadParts

@@ -153,8 +153,8 @@ class Withheld(TrainerClient):
     async def pack(self, path: str, size: int, index: int, version: int) -> answers.Packed:
         return await self._source.pack(path, size, index, 0)
 
-    async def send(self, bucket_bytes: int, index: int, version: int) -> answers.Moved:
-        return await self._source.send(bucket_bytes, index, 0)
+    async def send(self, bucket_bytes: int, index: int, version: int, ahead: bool = False) -> answers.Moved:
+        return await self._source.send(bucket_bytes, index, 0, ahead)
 
     async def save(self, path: str, version: int) -> answers.Moved:
         return await self._source.save(path, 0)

@@ -20,6 +20,7 @@ from .child import ChildDied
 from .client import EngineClient, TrainerClient
 from .devices import nth
 from .installs import RECIPES, require
+from .janitor import Janitor
 from .setup import Setup
 from .transport import BroadcastBuckets, Buckets, Checkpoints, SharedBuckets
 
@@ -30,36 +31,49 @@ BUCKET = 1 << 26
 class Rig:
     """``engines`` by number and one ``trainer``; make it with ``start``, end it with ``close``."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup, engine: type[EngineClient] = EngineClient) -> None:
         self.setup = setup
+        self._kind = engine
         self.engines: dict[int, EngineClient] = {}
         self.trainer: TrainerClient
         self.cores = sorted(os.sched_getaffinity(0))
         self._recipe = RECIPES[setup.engine_kind]
         self._interpreter = require(setup.engine_kind).interpreter
-        self._folder = tempfile.TemporaryDirectory(prefix="rlsched-")
+        self._folder = tempfile.TemporaryDirectory(prefix="rlsched-", ignore_cleanup_errors=True)
+        self._janitor = Janitor(Path(self._folder.name))
         self._shared: dict[int, SharedBuckets] = {}
-        self._broadcast = BroadcastBuckets()
+        self._broadcast = BroadcastBuckets(timeout_s=setup.limits.control_s, overlap=setup.overlap)
         self._checkpoints = Checkpoints(Path(self._folder.name))
         self._asked = 0
         self._aside: dict[str, tuple[int, asyncio.Future[answers.Ended]]] = {}
+        self._resetting = False
         self.deaf()
 
     @classmethod
-    async def start(cls, setup: Setup, engines: int, trainer: type[TrainerClient] = TrainerClient) -> Self:
-        """Start the children and wait until all are ready. ``trainer``: the class that drives the trainer."""
-        rig = cls(setup)
+    async def start(
+        cls,
+        setup: Setup,
+        engines: int,
+        trainer: type[TrainerClient] = TrainerClient,
+        engine: type[EngineClient] = EngineClient,
+    ) -> Self:
+        """Start the children and wait until all are ready. ``trainer``, ``engine``: the classes that drive them."""
+        rig = cls(setup, engine)
+        work = (rig._train(trainer), *(rig._engine(e) for e in range(engines)))
+        starting = [asyncio.ensure_future(one) for one in work]
         try:
-            starting = [rig._engine(e) for e in range(engines)]
-            await asyncio.gather(rig._train(trainer), *starting)
+            await asyncio.gather(*starting)
             rig.engines = dict(sorted(rig.engines.items()))
         except BaseException:
+            for one in starting:
+                one.cancel()
+            await asyncio.gather(*starting, return_exceptions=True)
             await rig.close()
             raise
         return rig
 
     async def _engine(self, id: int) -> None:
-        self.engines[id] = await EngineClient.start(
+        self.engines[id] = await self._kind.start(
             f"engine-{id}",
             replace(self.setup.engine, device=nth(self.setup.engine.device, id)),
             Path(self._folder.name),
@@ -68,6 +82,7 @@ class Rig:
             environment=self._recipe.environment,
             on_ended=lambda told: self._ended(id, told),
             on_down=lambda error: self._fell(id, error),
+            limits=self.setup.limits,
         )
 
     async def _train(self, kind: type[TrainerClient]) -> None:
@@ -77,6 +92,7 @@ class Rig:
             Path(self._folder.name),
             on_phase=lambda told: self._on_phase(told),
             on_down=lambda error: self._on_down(None, error),
+            limits=self.setup.limits,
         )
 
     def listen(
@@ -94,7 +110,8 @@ class Rig:
 
     def _ended(self, engine: int, told: answers.Ended) -> None:
         if told.rollout not in self._aside:
-            self._on_ended(engine, told)
+            if not self._resetting:  # a request of the run before is nobody's
+                self._on_ended(engine, told)
             return
         _, future = self._aside[told.rollout]
         if not future.done():
@@ -145,10 +162,14 @@ class Rig:
         engines = list(self.engines.values())
         # A reset child leaves its group. It is formed again here: in a run it would count as the first transfer's.
         await self._broadcast.close()
-        for client in engines:
-            await client.abort()
-            await client.reset(manifest.seed)
-            await client.pause()
+        self._resetting = True
+        try:
+            for client in engines:
+                await client.abort()
+                await client.reset(manifest.seed)
+                await client.pause()
+        finally:
+            self._resetting = False
         await self.trainer.reset(manifest.seed)
         pushed = await self.transport("ipc", BUCKET).push(self.trainer, engines, 0)
         if pushed.failed:
@@ -208,11 +229,13 @@ class Rig:
     async def close(self) -> None:
         """End and reap every process, and let go of the transports."""
         self.deaf()
-        for transport in (self._broadcast, self._checkpoints, *self._shared.values()):
-            await transport.close()
+        # Processes first: one that hangs can't be asked to leave a group.
         clients = [*self.engines.values(), *([self.trainer] if hasattr(self, "trainer") else [])]
         await asyncio.gather(*(c.close() for c in clients), return_exceptions=True)
+        for transport in (self._broadcast, self._checkpoints, *self._shared.values()):
+            await transport.close()
         self._folder.cleanup()
+        await asyncio.to_thread(self._janitor.close)
 
 
 def deal(cores: list[int], devices: int) -> list[list[int]]:

@@ -13,6 +13,7 @@ from rlsched.workload import Length, Workload
 from .config import EngineConfig, TrainerConfig
 from .devices import kind
 from .installs import EngineKind
+from .limits import Limits
 from .pacing import EnginePace, StepCost, TrainerPace, WorkCost
 from .task import Task
 
@@ -43,6 +44,10 @@ class Setup(Struct, frozen=True, forbid_unknown_fields=True):
     """Which library generates; see ``installs`` for where it must be."""
     engine: EngineConfig = EngineConfig()
     trainer: TrainerConfig = TrainerConfig()
+    limits: Limits = Limits()
+    """How long a process may keep silent before it is taken for dead."""
+    overlap: bool = False
+    """Of a broadcast, pack the next bucket while one is on its way."""
     forced: bool = True
     """Lengths are the workload's and end-of-sequence is ignored: for comparison. False: rollouts stop by themselves."""
 

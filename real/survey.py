@@ -5,8 +5,9 @@ from pathlib import Path
 
 from rlsched.errors import InputError
 
+from .channel import CommandFailed
 from .child import ChildDied
-from .client import CommandFailed, EngineClient
+from .client import EngineClient
 from .config import EngineConfig
 from .engines import Capabilities
 from .installs import RECIPES, EngineKind, require

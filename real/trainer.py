@@ -132,8 +132,8 @@ class Trainer:
             case commands.Offer(version, bucket_bytes):
                 self._require(version)
                 return answers.Offered(len(self._weights.buckets(bucket_bytes)), self._weights.checksum())
-            case commands.SendBucket(bucket_bytes, index, version):
-                return self._send(bucket_bytes, index, version)
+            case commands.SendBucket():
+                return self._send(command)
             case commands.SaveCheckpoint(path, version):
                 return self._save(path, version)
             case commands.HostGroup():
@@ -256,10 +256,11 @@ class Trainer:
         used = self._weights.pack(self._staging.at(path, size), pieces)
         return answers.Packed(pieces, used, time.monotonic_ns() - began)
 
-    def _send(self, bucket_bytes: int, index: int, version: int) -> answers.Moved:
-        self._require(version)
+    def _send(self, command: commands.SendBucket) -> answers.Moved:
+        self._require(command.version)
         began = time.monotonic_ns()
-        sent = self._group.send(self._weights, self._weights.buckets(bucket_bytes)[index])
+        pieces, *later = self._weights.buckets(command.bucket_bytes)[command.index :]
+        sent = self._group.send(self._weights, pieces, later[0] if command.ahead and later else ())
         return answers.Moved(sent, time.monotonic_ns() - began)
 
     def _save(self, path: str, version: int) -> answers.Moved:

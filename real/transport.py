@@ -7,7 +7,8 @@ of moving buckets. Nothing here loads torch; the children's half is in `weights`
 * `Checkpoints`: the trainer writes a checkpoint file once, and every engine reads it bucket by bucket.
 
 Each way a push begins with the trainer's offer: nothing touches an engine before the trainer is idle and has the
-version asked for, and no engine counts as updated whose checksum differs from the offered one.
+version asked for, and no engine counts as updated whose checksum differs from the offered one. A silent member is an
+error by its client's limits (see `limits`); nothing here has a limit of its own but the broadcast group.
 
 The staging buffer is an anonymous memory file that children open through /proc: it has no name, so that no crash of
 anybody can leave a segment behind in /dev/shm.
@@ -16,6 +17,7 @@ anybody can leave a segment behind in /dev/shm.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -96,7 +98,7 @@ class Source(Member, Protocol):
     async def host(self) -> str: ...
     async def offer(self, version: int, bucket_bytes: int) -> Offered: ...
     async def pack(self, path: str, size: int, index: int, version: int) -> Packed: ...
-    async def send(self, bucket_bytes: int, index: int, version: int) -> Moved: ...
+    async def send(self, bucket_bytes: int, index: int, version: int, ahead: bool = False) -> Moved: ...
     async def save(self, path: str, version: int) -> Moved: ...
 
 
@@ -113,16 +115,12 @@ class Sink(Member, Protocol):
 
 
 class Buckets:
-    """What the transports share: bucket after bucket, stop and wait.
-
-    An engine that fails, or doesn't answer an order within `timeout_s`, is left behind.
-    """
+    """What the transports share: bucket after bucket, stop and wait. An engine that fails is left behind."""
 
     label: str
 
-    def __init__(self, bucket_bytes: int = BUCKET_BYTES, timeout_s: float = 10.0) -> None:
+    def __init__(self, bucket_bytes: int = BUCKET_BYTES) -> None:
         self.bucket_bytes = bucket_bytes
-        self.timeout_s = timeout_s
 
     async def push(
         self,
@@ -133,13 +131,12 @@ class Buckets:
     ) -> Pushed:
         """Move version `version` to engines that are paused already; none is paused or resumed here.
 
-        Raises what the trainer's side raises: `Refused` if it has another version, `TimeoutError` if it falls silent
-        after its offer (which is waited for without limit, as long as a training call takes). Engines' failures are
-        in the result.
+        Raises what the trainer's side raises: `Refused` if it has another version, `ChildDied` if it falls silent
+        (its offer may take as long as a training call). Engines' failures are in the result.
         """
         offered = await source.offer(version, self.bucket_bytes)
         await self._stage(source, version, offered.checksum)
-        standing = Standing(sinks, self.timeout_s)
+        standing = Standing(sinks)
         await self._meet(source, standing)
         await standing.each(lambda sink: sink.begin_update(version))
         sizes: list[int] = []
@@ -161,7 +158,7 @@ class Buckets:
 
     async def prepare(self, source: Source, sinks: Sequence[Sink]) -> None:
         """Whatever can be done before a push to these engines. A push does it too, on its own time."""
-        standing = Standing(sinks, self.timeout_s)
+        standing = Standing(sinks)
         await self._meet(source, standing)
         for error in standing.failed.values():
             raise error
@@ -185,14 +182,14 @@ class SharedBuckets(Buckets):
 
     label = "shared memory buckets"
 
-    def __init__(self, bucket_bytes: int = BUCKET_BYTES, timeout_s: float = 10.0) -> None:
-        super().__init__(bucket_bytes, timeout_s)
+    def __init__(self, bucket_bytes: int = BUCKET_BYTES) -> None:
+        super().__init__(bucket_bytes)
         self._file = os.memfd_create(f"rlsched-{os.getpid()}", os.MFD_CLOEXEC)
         os.ftruncate(self._file, bucket_bytes)
         self.path = f"/proc/{os.getpid()}/fd/{self._file}"
 
     async def _pass(self, source: Source, standing: Standing, index: int, version: int) -> int:
-        packed = await bounded(source.pack(self.path, self.bucket_bytes, index, version), self.timeout_s)
+        packed = await source.pack(self.path, self.bucket_bytes, index, version)
         await standing.each(lambda sink: sink.copy_bucket(self.path, self.bucket_bytes, packed.pieces))
         return packed.bytes
 
@@ -205,10 +202,19 @@ class SharedBuckets(Buckets):
 
 class BroadcastBuckets(Buckets):
     """Buckets broadcast over gloo. The group is formed by the first push, and again when its members change or it has
-    failed. One dead member fails the push to all: what is in flight then can't be told from what has arrived."""
+    failed. One dead member fails the push to all: what is in flight then can't be told from what has arrived.
+
+    `overlap`: the trainer packs the next bucket while one is on its way. `timeout_s`: longest wait of a member for its
+    peers, after which it says so; one that says nothing is then known by its silence.
+    """
 
     label = "gloo broadcast buckets"
-    _members: tuple[Member, ...] = ()
+
+    def __init__(self, bucket_bytes: int = BUCKET_BYTES, timeout_s: float = 10.0, overlap: bool = False) -> None:
+        super().__init__(bucket_bytes)
+        self.timeout_s = timeout_s
+        self.overlap = overlap
+        self._members: tuple[Member, ...] = ()
 
     async def _meet(self, source: Source, standing: Standing) -> None:
         """Form the group, if these members don't form one already."""
@@ -218,8 +224,8 @@ class BroadcastBuckets(Buckets):
         await self.close()
         address, size = await source.host(), len(members)
         ranks = {name: rank for rank, name in enumerate(standing.sinks, 1)}
-        joining = asyncio.ensure_future(bounded(source.join(address, 0, size, self.timeout_s), 2 * self.timeout_s))
-        await standing.each(lambda sink: sink.join(address, ranks[sink.name], size, self.timeout_s), patience=2)
+        joining = asyncio.ensure_future(source.join(address, 0, size, self.timeout_s))
+        await standing.each(lambda sink: sink.join(address, ranks[sink.name], size, self.timeout_s))
         (outcome,) = await asyncio.gather(joining, return_exceptions=True)
         if isinstance(outcome, BaseException) and (isinstance(outcome, ChildDied) or not standing.failed):
             raise outcome
@@ -229,43 +235,51 @@ class BroadcastBuckets(Buckets):
             self._members = members
 
     async def _pass(self, source: Source, standing: Standing, index: int, version: int) -> int:
-        sending = asyncio.ensure_future(bounded(source.send(self.bucket_bytes, index, version), 2 * self.timeout_s))
+        if standing.failed:
+            return self._break(standing)  # it has died since they met
+        sending = asyncio.ensure_future(source.send(self.bucket_bytes, index, version, self.overlap))
         try:
             await standing.each(lambda sink: sink.receive(self.bucket_bytes, index))
             if standing.failed:
-                self._members = ()
-                standing.abandon(TornWeights("the broadcast group has lost a member"))
                 await asyncio.wait({sending})
-                sending.exception()  # it has lost that member too, and may or may not say so
-                return 0
+                # It has lost that member too, and may or may not say so; unless it is the one that was lost.
+                if isinstance(sending.exception(), ChildDied):
+                    await sending
+                return self._break(standing)
             return (await sending).bytes
         except BaseException:
             self._members = ()
             sending.cancel()
             raise
 
+    def _break(self, standing: Standing) -> int:
+        self._members = ()
+        standing.abandon(TornWeights("the broadcast group has lost a member"))
+        return 0
+
     async def close(self) -> None:
         """Dissolve the group."""
         members, self._members = self._members, ()
-        await asyncio.gather(*(bounded(m.leave(), self.timeout_s) for m in members), return_exceptions=True)
+        await asyncio.gather(*(m.leave() for m in members), return_exceptions=True)
 
 
 class Checkpoints(Buckets):
     """Buckets read from a checkpoint file in `folder`: the trainer writes it once a version, every engine reads it for
-    itself. The newest file stays until there is a newer one, for engines that get the same version later."""
+    itself. The newest file stays until there is a newer one, for engines that get the same version later; it is read
+    through before it is used again, and written anew if it isn't what it was."""
 
     label = "checkpoint on disk"
 
-    def __init__(self, folder: Path, bucket_bytes: int = BUCKET_BYTES, timeout_s: float = 60.0) -> None:
-        super().__init__(bucket_bytes, timeout_s)
+    def __init__(self, folder: Path, bucket_bytes: int = BUCKET_BYTES) -> None:
+        super().__init__(bucket_bytes)
         self._folder = folder
         self.path = folder
 
     async def _stage(self, source: Source, version: int, checksum: str) -> None:
         # Version numbers come again with every run; the same checksum is the same file.
         self.path = self._folder / f"version-{version}-{checksum}.safetensors"
-        if not self.path.exists():
-            await bounded(source.save(str(self.path), version), self.timeout_s)
+        if not self.path.exists() or await asyncio.to_thread(digest, self.path) != checksum:
+            await source.save(str(self.path), version)
         self._remove(keep=self.path)
 
     async def _pass(self, source: Source, standing: Standing, index: int, version: int) -> int:
@@ -285,17 +299,13 @@ class Checkpoints(Buckets):
 class Standing:
     """The engines that still take part in a push."""
 
-    def __init__(self, sinks: Sequence[Sink], timeout_s: float) -> None:
+    def __init__(self, sinks: Sequence[Sink]) -> None:
         self.sinks = {sink.name: sink for sink in sinks}
         self.failed: dict[str, Exception] = {}
-        self._timeout_s = timeout_s
 
-    async def each(self, order: Callable[[Sink], Awaitable[T]], patience: int = 1) -> dict[str, T]:
-        """Give an order to all engines at once and wait for all; those that fail no longer stand.
-
-        `patience`: times the timeout, for orders that have one of their own.
-        """
-        orders = {name: bounded(order(sink), patience * self._timeout_s) for name, sink in self.sinks.items()}
+    async def each(self, order: Callable[[Sink], Awaitable[T]]) -> dict[str, T]:
+        """Give an order to all engines at once and wait for all; those that fail no longer stand."""
+        orders = {name: order(sink) for name, sink in self.sinks.items()}
         outcomes = await asyncio.gather(*orders.values(), return_exceptions=True)
         done: dict[str, T] = {}
         for name, outcome in zip(orders, outcomes, strict=True):
@@ -314,7 +324,21 @@ class Standing:
         self.sinks = {}
 
 
-async def bounded(work: Awaitable[T], timeout_s: float) -> T:
-    """Wait for it, or raise TimeoutError."""
-    async with asyncio.timeout(timeout_s):
-        return await work
+def digest(path: Path) -> str:
+    """What `WeightSet.checksum` says of the weights in a safetensors file; "" for a file that can't be read."""
+    found = hashlib.blake2b(digest_size=16)
+    try:
+        with path.open("rb") as file:
+            # Eight bytes say how long the header is: JSON, with each tensor's place in what comes after it.
+            header = msgspec.json.decode(file.read(int.from_bytes(file.read(8), "little")))
+            start = file.tell()
+            for name in sorted(header.keys() - {"__metadata__"}):
+                begin, end = header[name]["data_offsets"]
+                found.update(name.encode())
+                file.seek(start + begin)
+                while begin < end and (part := file.read(min(BUCKET_BYTES, end - begin))):
+                    found.update(part)
+                    begin += len(part)
+    except (OSError, msgspec.DecodeError, KeyError, TypeError, AttributeError, ValueError, OverflowError, MemoryError):
+        return ""
+    return found.hexdigest()

@@ -177,6 +177,7 @@ class Group:
         self._staged: torch.device | str = "cpu"  # where buckets wait for the broadcast
         self._group: Any = None
         self._store: Any = None
+        self._ahead: tuple[Sequence[Piece], torch.Tensor] | None = None  # the next bucket, packed
 
     def host(self) -> str:
         """Open the place where the next group meets, and become its rank 0; its address."""
@@ -206,22 +207,37 @@ class Group:
         """Leave the group, if any."""
         self._group = None
         self._store = None
+        self._ahead = None
 
-    def send(self, weights: WeightSet, pieces: Sequence[Piece]) -> int:
-        """Pack a bucket and broadcast it; its bytes."""
+    def send(self, weights: WeightSet, pieces: Sequence[Piece], following: Sequence[Piece] = ()) -> int:
+        """Pack a bucket and broadcast it; its bytes. `following`: the next bucket, packed while this one is on its way.
+
+        Buckets go in order. What a push that broke off had packed is thrown away by the first bucket of the next one.
+        """
+        ahead, self._ahead = self._ahead, None
+        buffer = ahead[1] if ahead is not None and ahead[0] == pieces else self._packed(weights, pieces)
+        sending = self._begin(buffer)
+        if following:
+            self._ahead = following, self._packed(weights, following)
+        self._end(sending)
+        return len(buffer)
+
+    def _packed(self, weights: WeightSet, pieces: Sequence[Piece]) -> torch.Tensor:
         buffer = self._buffer(weights, pieces)
         weights.pack(buffer, pieces)
-        self._broadcast(buffer)
-        return len(buffer)
+        return buffer
 
     def receive(self, weights: WeightSet, pieces: Sequence[Piece]) -> int:
         """Take a bucket and copy it; its parameter bytes."""
         buffer = self._buffer(weights, pieces)
-        self._broadcast(buffer)
+        self._end(self._begin(buffer))
         return weights.copy(buffer, pieces)
 
-    def _broadcast(self, buffer: torch.Tensor) -> None:
-        self._group.broadcast([buffer], dist.BroadcastOptions()).wait()  # from rank 0, by default
+    def _begin(self, buffer: torch.Tensor) -> Any:
+        return self._group.broadcast([buffer], dist.BroadcastOptions())  # from rank 0, by default
+
+    def _end(self, sending: Any) -> None:
+        sending.wait()
         cuda.settle(self._staged)
 
     def _buffer(self, weights: WeightSet, pieces: Sequence[Piece]) -> torch.Tensor:

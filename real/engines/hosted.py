@@ -7,6 +7,7 @@ land in a copy of the weights here, and only a complete one goes on into the lib
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
 import threading
@@ -28,11 +29,14 @@ from ..weights import Group, Staging
 from . import Capabilities
 from .family import Family
 from .hosted_requests import Request
+from .http import HttpError
 from .landing import Landing
 from .link import Totals
 
 #: Exit code of a child whose library died.
 LIBRARY_DIED = 3
+DYING_S = 3.0
+"""How long the rest of a library may outlive the process of it that died."""
 
 
 class Driver(Protocol):
@@ -148,10 +152,18 @@ class HostedEngine:
             except wire.Refused as refusal:
                 self._port.send(wire.Failure(call.id, str(refusal), refused=True))
             except Exception as error:
+                if isinstance(error, OSError | HttpError):
+                    await self._see_whether_it_dies()
                 traceback.print_exc()
                 self._port.send(wire.Failure(call.id, f"{type(error).__name__}: {error}", refused=False))
             else:
                 self._port.send(wire.Answer(call.id, result))
+
+    async def _see_whether_it_dies(self) -> None:
+        """Raise what killed the library, if it is dying: the command didn't fail then, the engine did."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DYING_S):
+                await self._driver.broken()
 
     def close(self) -> None:
         """End the library."""
@@ -214,6 +226,9 @@ class HostedEngine:
                 return answers.Steps(steps or [])
             case commands.Checksum():
                 return answers.Digest(self._landing.checksum(), self._landing.version)
+            case commands.Ping():
+                await self._alive()
+                return answers.Done()
             case commands.Count():
                 await self._alive()
                 return self._count()

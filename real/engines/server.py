@@ -242,6 +242,8 @@ class EngineServer:
             case commands.LeaveGroup():
                 self._group.leave()
                 return answers.Done()
+            case commands.Ping():
+                return answers.Done()
             case commands.Trace(on):
                 steps, self._steps = self._steps, [] if on else None
                 return answers.Steps(steps or [])

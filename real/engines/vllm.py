@@ -46,7 +46,7 @@ class VllmMemory:
         trim()
 
     def take(self, parts: Sequence[str]) -> None:
-        """Wake these parts. On a CPU vLLM counts the weights as asleep at level 1, too, and all of it wakes with the KV."""
+        """Wake these parts. On a CPU the weights, too, sleep at level 1, by vLLM's count: all wakes with the KV."""
         level1 = current_platform.is_cpu() and "weights" not in self._dropped
         self._batcher.wake(PARTS if level1 else parts)
 

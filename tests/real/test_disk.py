@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -11,13 +12,13 @@ from rlsched.commands import Transfer
 from rlsched.facts import Bucket, Installed, Updating
 from rlsched.history import Reader
 from rlsched.naming import parse
-from rlsched.real.client import CommandFailed
+from rlsched.real.channel import CommandFailed
 from rlsched.real.config import EngineConfig, TrainerConfig
 from rlsched.real.job import perform
 from rlsched.real.model import ModelSpec, build
 from rlsched.real.rig import Rig
 from rlsched.real.setup import Setup
-from rlsched.real.transport import Checkpoints, TornWeights
+from rlsched.real.transport import Checkpoints, TornWeights, digest
 from rlsched.real.weights import WeightSet
 from rlsched.real.wire import Refused
 from rlsched.replay import replay
@@ -129,22 +130,31 @@ def test_a_version_is_written_once_however_many_pushes_it_takes(rig, engines, tr
     assert len(first) == 1
 
 
+class Damaged(Checkpoints):
+    """Checkpoints that are harmed between their writing and their reading."""
+
+    harm: Any = staticmethod(lambda data: data)
+
+    async def _stage(self, source, version, checksum):
+        await super()._stage(source, version, checksum)
+        self.path.write_bytes(self.harm(bytearray(self.path.read_bytes())))
+
+
+def flip(data):
+    data[-7] ^= 1
+    return data
+
+
 def test_a_damaged_file_is_never_taken_for_the_version(rig, engines, trainer, tmp_path):
     """Bits that changed on disk are seen by checksum, a cut file by the reader; the engine refuses to go on."""
-    transport = Checkpoints(tmp_path)
+    transport = Damaged(tmp_path)
 
     async def damaged(harm):
+        transport.harm = harm
         await engines[0].pause()
-        await transport.push(trainer, engines[:1], 0)
-        data = bytearray(transport.path.read_bytes())
-        transport.path.write_bytes(harm(data))
         pushed = await transport.push(trainer, engines[:1], 0)
         await transport.close()
         return pushed
-
-    def flip(data):
-        data[-7] ^= 1
-        return data
 
     flipped = rig.run(damaged(flip))
     assert isinstance(flipped.failed["one"], TornWeights)
@@ -152,6 +162,34 @@ def test_a_damaged_file_is_never_taken_for_the_version(rig, engines, trainer, tm
     assert isinstance(cut.failed["one"], CommandFailed)
     with pytest.raises(Refused, match="not whole"):
         rig.run(engines[0].resume())
+
+
+@pytest.mark.parametrize("harm", [flip, lambda data: data[:-1000], lambda data: b"", lambda data: b"x" * 100])
+def test_a_file_that_was_damaged_is_written_anew(rig, engines, trainer, tmp_path, harm):
+    transport = Checkpoints(tmp_path)
+
+    async def again():
+        await engines[0].pause()
+        await transport.push(trainer, engines[:1], 0)
+        whole = transport.path.read_bytes()
+        transport.path.write_bytes(harm(bytearray(whole)))
+        pushed = await transport.push(trainer, engines[:1], 0)
+        same = transport.path.read_bytes() == whole
+        await engines[0].resume()
+        await transport.close()
+        return pushed, same
+
+    pushed, same = rig.run(again())
+    assert not pushed.failed
+    assert same
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_file_is_known_by_the_weights_checksum(tmp_path, dtype):
+    source = WeightSet(build(ModelSpec(dtype=dtype)))
+    source.save(tmp_path / "w.safetensors")
+    assert digest(tmp_path / "w.safetensors") == source.checksum()
+    assert digest(tmp_path / "none") == ""
 
 
 def test_a_bucket_is_read_only_inside_an_update(rig, engines, trainer, tmp_path):

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from rlsched.real.client import CommandFailed
+from rlsched.real.channel import CommandFailed
 from rlsched.real.commands import Sample
 from rlsched.real.config import EngineConfig, TrainerConfig
 from rlsched.real.pacing import EnginePace, StepCost, TrainerPace, WorkCost
