@@ -4,7 +4,7 @@ from ..commands import Abort, Generate, Work
 from ..facts import Scored, Segment
 from .causes import about, cause
 from .report import Seen
-from .state import Engine, Kept, Order, Rollout, State
+from .state import NOTHING, Engine, Kept, Order, Rollout, State
 
 KEEPS = ("resume", "retract", "keep")
 """Fates that keep the tokens of what was running."""
@@ -125,10 +125,9 @@ def lost(state: State, engine: Engine) -> None:
     for r in engine.live:
         rollout = state.rollouts[r]
         rollout.order, rollout.aborts, rollout.state = None, [], "waiting"
-        if rollout.sent is not None:
-            had, rollout.standing = rollout.sent, None
-            rollout.tokens, rollout.low, rollout.high = had.tokens, had.low, had.high
-            rollout.oldest, rollout.newest = had.oldest, had.newest
+        had, rollout.standing = rollout.sent, None
+        rollout.tokens, rollout.low, rollout.high = had.tokens, had.low, had.high
+        rollout.oldest, rollout.newest = had.oldest, had.newest
         state.live.discard(r)
         if rollout.group.state == "over":
             del state.rollouts[r]
@@ -164,7 +163,9 @@ def _dispatch(state: State, order: Order, engine: Engine, rollout: Rollout, work
             state.broken("SYNC", text, making.trainings[0], order.seen)
         state.live.add(rollout.id)
     rollout.state, rollout.order, rollout.engine = "live", order, engine.id
-    rollout.sent = Kept(rollout.tokens, rollout.oldest, rollout.newest, rollout.low, rollout.high)
+    rollout.sent = NOTHING
+    if rollout.tokens:
+        rollout.sent = Kept(rollout.tokens, rollout.oldest, rollout.newest, rollout.low, rollout.high)
     rollout.kv = engine.version
     engine.live.add(rollout.id)
     order.left.add(rollout.id)
@@ -184,7 +185,10 @@ def _tokens(state: State, line: int, event: Segment, engine: Engine, rollout: Ro
         truth = f"{engine.version} is installed" if engine.version >= 0 else "none is installed"
         text = f"tokens of version {version} on engine {engine.id}, where {truth}"
         state.broken("LABEL", text, engine.installed, seen)
-    _stands(state, seen, event, rollout, request)
+    if event.kv_from == version:
+        rollout.kv = version
+    else:
+        _stands(state, seen, event, rollout, request)
     if engine.asleep:
         tag, sleep = next(iter(engine.asleep.items()))
         state.broken("MEM", f"{event.n} tokens on engine {engine.id}, whose {tag} is asleep", sleep, seen)
@@ -204,7 +208,7 @@ def _tokens(state: State, line: int, event: Segment, engine: Engine, rollout: Ro
 
 
 def _stands(state: State, seen: Seen, event: Segment, rollout: Rollout, request: Order) -> None:
-    """The KV under a segment is of no newer version than its tokens, and of no older one than was promised."""
+    """The KV of another version under a segment is of no newer one, and of no older one than was promised."""
     promises = state.manifest.promises
     oldest = event.version if promises.flush else 0
     if promises.flush and promises.partial == "keep":

@@ -50,6 +50,20 @@ class Group(Struct):
     """The event that put it in its state."""
 
 
+class Kept(Struct, frozen=True):
+    """The tokens of a rollout at some time; see ``Rollout``."""
+
+    tokens: int = 0
+    oldest: Seen | None = None
+    newest: Seen | None = None
+    low: int = -1
+    high: int = -1
+
+
+NOTHING = Kept()
+"""No token."""
+
+
 class Rollout(Struct):
     """A rollout of a remembered group."""
 
@@ -70,22 +84,12 @@ class Rollout(Struct):
     low: int = -1
     high: int = -1
     """Their versions; -1 before the first token."""
-    sent: "Kept | None" = None
+    sent: Kept = NOTHING
     """What it had when its request was sent: should the engine go down, it has that again."""
     kv: int = 0
     """The oldest version that the KV of its request can be of."""
     standing: Seen | None = None
     """The segment that shows that its live request stands on KV."""
-
-
-class Kept(Struct, frozen=True):
-    """The tokens of a rollout at some time; see there."""
-
-    tokens: int
-    oldest: Seen | None
-    newest: Seen | None
-    low: int
-    high: int
 
 
 class Making(Struct):
