@@ -111,7 +111,8 @@ class Straight:
     """vLLM in a process of its own, without rlsched."""
 
     def __init__(self) -> None:
-        environment = RECIPES["vllm-async"].environment
+        # Its sockets in the abstract namespace: nothing is left behind, whatever ends it.
+        environment = {**RECIPES["vllm-async"].environment, "VLLM_RPC_BASE_PATH": f"@rlsched-bench-{os.getpid()}"}
         command = [require("vllm-async").interpreter, __file__, "--straight"]
         self.process = subprocess.Popen(
             command,

@@ -156,6 +156,7 @@ def test_abort_delivers_partials_and_resubmission_continues_them(rig, idle, mode
         part = partial[f"r{i}"]
         assert part.reason == "abort" and 5 <= len(part.tokens) < 900
         assert len(part.logprobs) == len(part.tokens)
+        assert part.labels == [(0, len(part.tokens))]
         assert part.tokens + rest[i].tokens == greedy(model, prompt(i), len(part.tokens) + 20)
 
 
