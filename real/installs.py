@@ -110,9 +110,10 @@ def interpreter(name: EngineKind) -> str:
     return os.environ.get(recipe.variable) or str(beside)
 
 
-def engine(name: EngineKind) -> Installed:
-    """Look at one engine; an interpreter is started for it, but the library isn't loaded."""
-    recipe, python = RECIPES[name], interpreter(name)
+def engine(name: EngineKind, python: str = "") -> Installed:
+    """Look at one engine; an interpreter is started for it, but the library isn't loaded. ``python``: whose, if not
+    the one where it is looked for."""
+    recipe, python = RECIPES[name], python or interpreter(name)
     if not recipe.variable:
         try:
             return Installed(name, python, metadata.version(recipe.distributions[0]), True)
@@ -140,9 +141,11 @@ def engines() -> list[Installed]:
     return [engine(name) for name in RECIPES]
 
 
-def require(name: EngineKind) -> Installed:
-    """The engine, usable. Raises InputError that says what is missing."""
-    found = engine(name)
+def require(name: EngineKind, python: str = "") -> Installed:
+    """The engine, usable, in this interpreter. Raises InputError that says what is missing."""
+    if python and not RECIPES[name].variable:
+        raise InputError(f"engine {name} runs in rlsched's own interpreter: leave out {python}")
+    found = engine(name, python)
     if not found.ok:
         raise InputError(f"engine {name}: {found.why}")
     return found

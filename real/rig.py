@@ -38,7 +38,7 @@ class Rig:
         self.trainer: TrainerClient
         self.cores = sorted(os.sched_getaffinity(0))
         self._recipe = RECIPES[setup.engine_kind]
-        self._interpreter = require(setup.engine_kind).interpreter
+        self._interpreter = require(setup.engine_kind, setup.interpreter).interpreter
         self._folder = tempfile.TemporaryDirectory(prefix="rlsched-", ignore_cleanup_errors=True)
         self._janitor = Janitor(Path(self._folder.name))
         self._shared: dict[int, SharedBuckets] = {}

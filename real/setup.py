@@ -25,8 +25,9 @@ ENGINE_PACE = EnginePace(
     sleep=WorkCost(fixed=60 * MS),
     wake=WorkCost(fixed=60 * MS),
 )
-VLLM_PACE = replace(ENGINE_PACE, install=WorkCost(fixed=60 * MS))
-"""The same steps: vLLM's took 2.1 ms of CPU (median) to 8.2 (most of 730). Loading a version took 9 to 11 ms."""
+LOADING_PACE = replace(ENGINE_PACE, install=WorkCost(fixed=60 * MS))
+"""Of engines with weights of their own, into which a version that has come is loaded: vLLM in process took 9 to 11 ms
+for it, SGLang 8 to 20. Steps are the same: vLLM's took 2.1 ms of CPU (median) to 8.2 (most of 730)."""
 TRAINER_PACE = TrainerPace(
     old_logprob=WorkCost(fixed=80 * MS, each=150_000),
     update=WorkCost(fixed=250 * MS, each=450_000),
@@ -42,6 +43,8 @@ class Setup(Struct, frozen=True, forbid_unknown_fields=True):
     task: Task = Task()
     engine_kind: EngineKind = "transformers"
     """Which library generates; see ``installs`` for where it must be."""
+    interpreter: str = ""
+    """The Python that has this library; empty: where ``installs`` looks."""
     engine: EngineConfig = EngineConfig()
     trainer: TrainerConfig = TrainerConfig()
     limits: Limits = Limits()
@@ -68,7 +71,7 @@ class Setup(Struct, frozen=True, forbid_unknown_fields=True):
 
     def paced(self) -> "Setup":
         """The same job with steps, phases and transfers held to the demo's minima, where none are declared."""
-        minima = self.engine.pace or (VLLM_PACE if self.engine_kind == "vllm" else ENGINE_PACE)
+        minima = self.engine.pace or (ENGINE_PACE if self.engine_kind == "transformers" else LOADING_PACE)
         return replace(
             self,
             engine=replace(self.engine, pace=minima),
@@ -76,10 +79,16 @@ class Setup(Struct, frozen=True, forbid_unknown_fields=True):
         )
 
 
-def load(path: Path | str | None, steps: int | None = None, engine: EngineKind | None = None) -> Setup:
-    """The setup of a TOML file (None: the default), with steps and engine changed where they are given.
+def load(
+    path: Path | str | None,
+    steps: int | None = None,
+    engine: EngineKind | None = None,
+    interpreter: str | None = None,
+) -> Setup:
+    """The setup of a TOML file (None: the default), with what else is given changed.
 
     Raises InputError that names the file and the field.
     """
     setup = settings.load(Setup(), path, () if steps is None else (f"shape.steps={steps}",))
-    return setup if engine is None else replace(setup, engine_kind=engine)
+    engine = setup.engine_kind if engine is None else engine
+    return replace(setup, engine_kind=engine, interpreter=setup.interpreter if interpreter is None else interpreter)

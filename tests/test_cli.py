@@ -308,6 +308,8 @@ def test_an_open_history_is_checked_and_replayed_as_a_prefix(
         (["compare", "nowhere.jsonl", "nowhere.jsonl"], "nowhere.jsonl: No such file"),
         (["validate", "areal-async", "--repeats", "2"], "--repeats 2"),
         (["run", "areal-async", "--engine", "abacus"], "abacus"),
+        (["run", "areal-async", "--engine", "vllm", "--interpreter", "/no/python"], "engine vllm: no /no/python"),
+        (["run", "areal-async", "--interpreter", "/no/python"], "leave out /no/python"),
         (["dance"], "dance"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

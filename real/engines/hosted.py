@@ -295,8 +295,7 @@ class HostedEngine:
     async def _end_update(self, version: int) -> answers.Updated:
         size = self._landing.end_update(version)
         self._landing.usable = False
-        # The way from here into the library is one bucket more, of all bytes.
-        async with self._held(self._pace.bucket.of(size)):
+        async with self._held(self._pace.install.of(size)):
             way = await self._driver.install(version)
         self._landing.usable = True
         return answers.Updated(version, size, self._landing.checksum(), self._progress().live, way or "")

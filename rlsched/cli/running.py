@@ -18,7 +18,8 @@ from .app import Engine, Folder, Json, Output, Policies, Scales, Settings, app, 
 def run(
     policy: str,
     *,
-    engine: Engine = "transformers",
+    engine: Engine | None = None,
+    interpreter: str | None = None,
     config: Path | None = None,
     steps: int | None = None,
     seed: int = 0,
@@ -35,7 +36,9 @@ def run(
         ``name[,slot.field=value…]``, ``path.py:attribute`` or ``module:attribute``.
     engine
         ``transformers`` is the embedded one; ``vllm`` and ``sglang`` run in environments of their own (see
-        ``rlsched engines``).
+        ``rlsched engines``). Left out, it is the job's.
+    interpreter
+        The Python that has the engine, if it isn't where ``rlsched engines`` looks.
     config
         TOML file with the job; what it leaves out keeps its default.
     steps
@@ -57,7 +60,7 @@ def run(
     from ..real.rig import Rig
     from ..real.setup import load
 
-    setup = load(config, steps, engine)
+    setup = load(config, steps, engine, interpreter)
     setup = setup.paced() if paced else setup
     chosen = parse(policy, settings)
 
@@ -92,7 +95,8 @@ def run(
 def validate(
     policies: Policies,
     *,
-    engine: Engine = "transformers",
+    engine: Engine | None = None,
+    interpreter: str | None = None,
     config: Path | None = None,
     steps: int | None = None,
     repeats: int = 3,
@@ -111,7 +115,9 @@ def validate(
         The first one is the base of the ratios.
     engine
         ``transformers`` is the embedded one; ``vllm`` and ``sglang`` run in environments of their own (see
-        ``rlsched engines``).
+        ``rlsched engines``). Left out, it is the job's.
+    interpreter
+        The Python that has the engine, if it isn't where ``rlsched engines`` looks.
     config
         TOML file with the job; what it leaves out keeps its default.
     steps
@@ -136,7 +142,7 @@ def validate(
 
     if repeats < 3:
         raise InputError(f"--repeats {repeats}: a spread needs at least three")
-    setup = load(config, steps, engine)
+    setup = load(config, steps, engine, interpreter)
     setup = setup.paced() if paced else setup
     chosen = [parse(p, settings) for p in policies]
     if len({p.name for p in chosen}) < len(chosen):

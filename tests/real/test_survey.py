@@ -1,6 +1,7 @@
 """What `rlsched engines` says: who is installed, and what each can do by its own word."""
 
 import asyncio
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -9,6 +10,7 @@ from rlsched.cli import main
 from rlsched.errors import InputError
 from rlsched.real.config import EngineConfig
 from rlsched.real.engines import Capabilities
+from rlsched.real.setup import load
 from rlsched.real.survey import capabilities
 
 pytestmark = pytest.mark.real
@@ -33,3 +35,14 @@ def test_a_quick_look_starts_nothing(capsys: pytest.CaptureFixture[str]) -> None
     assert told["engines"][0]["name"] == "transformers"
     assert told["engines"][0]["ok"]
     assert told["capabilities"] == {}
+
+
+def test_a_job_names_its_engine_and_where_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = tmp_path / "job.toml"
+    job.write_text('engine_kind = "sglang"\ninterpreter = "/no/python"\n')
+    with pytest.raises(SystemExit) as ended:
+        main(["run", "areal-async", "--config", str(job)])
+    assert ended.value.code == 2
+    assert "engine sglang: no /no/python: make engines" in capsys.readouterr().err
+    assert load(job, engine="vllm").engine_kind == "vllm"
+    assert load(job).interpreter == "/no/python"
