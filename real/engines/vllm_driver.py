@@ -252,7 +252,8 @@ class VllmDriver:
         await self._ends([r for r in self._requests.sent() if r.rid not in self._there])
 
     async def resume(self) -> None:
-        """Go on."""
+        """Go on, with all that has been submitted in the queue."""
+        await self._settle(self._requests.sent())
         await self._port.resume()
         self.paused = False
         self.standing = set()

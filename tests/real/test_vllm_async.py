@@ -191,8 +191,6 @@ def test_the_trace_says_what_each_step_computed(rig, idle, prompt):
         await idle.trace(True)
         await idle.submit("short", prompt(0), 5)
         await idle.submit("long", LONG, 3)
-        while len((await idle.pause()).live) < 2:
-            await asyncio.sleep(0.01)
         await idle.resume()
         await rig.end_of("short", "long")
         return await idle.trace(False)
@@ -262,8 +260,7 @@ def test_a_retract_has_all_kv_computed_anew(rig, idle, model, greedy, prompt):
         await asyncio.gather(*(idle.submit(f"r{i}", prompt(i), 200) for i in range(3)))
         live = await rig.until_generated(idle, 5)
         assert (await idle.pause("retract")).live == live
-        with_kv = idle.sleep(1)  # refused while any request stands on KV; now none does
-        await with_kv
+        await idle.sleep(1)  # refused while any request stands on KV; now none does
         await idle.wake()
         await idle.trace(True)
         await idle.resume()
@@ -295,7 +292,10 @@ def test_a_pause_may_abort_or_wait(rig, idle, model, greedy, prompt):
     (live, ends), (left, drained), rest = rig.run(modes())
     assert live == {}
     assert {end.reason for end in ends.values()} == {"abort"}
-    assert all(end.tokens == greedy(model, prompt(i), 900)[: len(end.tokens)] for i, end in enumerate(ends.values()))
+    # Two of them were queued and have none.
+    assert sorted(bool(end.tokens) for end in ends.values()) == [False] * 2 + [True] * 8
+    for i, end in enumerate(ends.values()):
+        assert not end.tokens or end.tokens == greedy(model, prompt(i), len(end.tokens))
     assert len(drained) >= 8 and set(left.values()) <= {0} and set(left) | drained == {f"w{i}" for i in range(10)}
     assert [end.tokens for end in rest] == [greedy(model, prompt(i), 100) for i in range(10)]
 
