@@ -125,7 +125,10 @@ class Child:
         """Whether the process runs."""
         # It isn't reaped by asking: as long as it isn't, its number can't be another's.
         options = os.WEXITED | os.WNOHANG | os.WNOWAIT
-        return self._process.returncode is None and os.waitid(os.P_PID, self.pid, options) is None
+        try:
+            return self._process.returncode is None and os.waitid(os.P_PID, self.pid, options) is None
+        except ChildProcessError:  # reaped by another thread, which is about to say so
+            return False
 
     @property
     def stopped(self) -> set[tuple[int, int]]:

@@ -142,8 +142,8 @@ HANGING = """
 import time
 import rlsched.real.engines.transformers as engine
 from rlsched.real.model import build
-def hanging(spec):
-    model = build(spec)
+def hanging(*spec):
+    model = build(*spec)
     steps = []
     def hook(*_):
         steps.append(0)
@@ -233,8 +233,8 @@ def test_dead_loop_is_reported_and_the_child_exits_non_zero(fresh_rig, prompt, t
     (tmp_path / "broken_engine.py").write_text(
         "import rlsched.real.engines.transformers as engine\n"
         "from rlsched.real.model import build\n"
-        "def broken(spec):\n"
-        "    model = build(spec)\n"
+        "def broken(*spec):\n"
+        "    model = build(*spec)\n"
         "    steps = []\n"
         "    def hook(*_):\n"
         "        steps.append(0)\n"

@@ -33,7 +33,7 @@ from rlsched.real.wire import Refused
 from rlsched.replay import replay
 from rlsched.shape import Shape
 
-pytestmark = [pytest.mark.real, pytest.mark.nightly]  # needs `make engines`
+pytestmark = pytest.mark.real  # needs `make engines`
 
 BOS = 1
 LONG = [BOS, *(8 + i % 8 for i in range(69))]

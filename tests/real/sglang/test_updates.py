@@ -28,9 +28,9 @@ PROMPT = [BOS, *(8 + i % 8 for i in range(39))]
 def transports(tmp_path, rig) -> Iterator[dict[str, Buckets]]:
     """By the way that they take into the server. The buckets of the first cut tensors in two."""
     made = {
-        "update_weights_from_tensor": SharedBuckets(50_001, PATIENCE_S),
+        "update_weights_from_tensor": SharedBuckets(50_001),
         "update_weights_from_distributed": BroadcastBuckets(100_000, PATIENCE_S),
-        "update_weights_from_disk": Checkpoints(tmp_path, 100_000, PATIENCE_S),
+        "update_weights_from_disk": Checkpoints(tmp_path, 100_000),
     }
     yield made
     for transport in made.values():
@@ -74,7 +74,7 @@ def test_each_transport_has_its_own_way_into_the_server_and_is_bit_exact(
 
 
 def test_a_torn_update_is_refused_and_so_is_generation(rig, engine, trainer, greedy, model, prompt):
-    small = SharedBuckets(50_001, PATIENCE_S)
+    small = SharedBuckets(50_001)
 
     async def torn():
         await trainer.reset(0)
@@ -126,7 +126,7 @@ def test_a_checkpoint_that_changes_under_the_server_is_noticed(rig, engine, trai
 
 
 def test_sleep_is_asked_for_and_frees_nothing(rig, engine, trainer, model, greedy, prompt):
-    shared = SharedBuckets(timeout_s=PATIENCE_S)
+    shared = SharedBuckets()
 
     async def nap():
         await trainer.reset(0)
@@ -188,7 +188,7 @@ def test_a_sleep_is_possible_in_each_pause_that_frees_the_kv(rig, engine, model,
 
 @pytest.fixture
 def forger(rig) -> Iterator[tuple[Forger, Buckets]]:
-    transport = SharedBuckets(timeout_s=PATIENCE_S)
+    transport = SharedBuckets()
     yield Forger(), transport
     rig.run(transport.close())
 

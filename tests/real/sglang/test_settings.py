@@ -1,10 +1,9 @@
-"""Servers of other settings, and whole runs: minutes each, for every test here starts a server."""
+"""Servers of other settings: a minute each, for every test here starts a server."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,24 +11,13 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from rlsched.checker import check
-from rlsched.commands import Abort, Generate
-from rlsched.facts import Segment
-from rlsched.history import Reader
-from rlsched.naming import parse
 from rlsched.real.canary import BOS, Reading, runs
 from rlsched.real.canary_forger import Forger
-from rlsched.real.canary_run import audit, canary, logged
 from rlsched.real.client import EngineClient
 from rlsched.real.config import EngineConfig
-from rlsched.real.job import perform
 from rlsched.real.model import CANARY
-from rlsched.real.rig import Rig
 from rlsched.real.setup import Setup
 from rlsched.real.transport import SharedBuckets
-from rlsched.replay import replay
-from rlsched.shape import Shape
-from rlsched.workload import Length, Workload
 from tests.real.sglang.conftest import SHARING, server_of
 
 pytestmark = [pytest.mark.real, pytest.mark.nightly, pytest.mark.timeout(1800)]
@@ -39,7 +27,7 @@ PROMPT = [BOS, *(8 + i % 8 for i in range(39))]
 def test_a_prefix_cache_that_is_not_flushed_is_seen(rig):
     """A seeded wrong handling: with SGLang's prefix cache on, and no flush, new weights stand on old KV."""
     sharing = rig.start("sharing", EngineConfig(model=CANARY, temperature=0.0, kv_blocks=256), SHARING)
-    forger, transport = Forger(), SharedBuckets(timeout_s=60.0)
+    forger, transport = Forger(), SharedBuckets()
 
     async def twice():
         told = []
@@ -113,48 +101,3 @@ def test_the_server_follows_to_the_cores(rig, paced):
     paced.set_cpus(core)
     rig.run(paced.count())
     assert all(os.sched_getaffinity(pid) == core for pid in server_of(paced))
-
-
-# ---------------------------------------------------------------- whole runs
-
-SETUP = Setup(
-    engine_kind="sglang",
-    shape=Shape(b=2, samples=2, steps=4, budget=120),
-    workload=Workload(prompt=Length(mean=4.0), output=Length(kind="lognormal", mean=60.0, sigma=0.8)),
-)
-
-
-class Bench:
-    """One rig and the loop that it lives in."""
-
-    def __init__(self, setup: Setup) -> None:
-        self.runner = asyncio.Runner()
-        self.rig = self.runner.run(Rig.start(setup, 1))
-
-
-@pytest.fixture(scope="module")
-def bench() -> Iterator[Bench]:
-    made = Bench(canary(SETUP))
-    yield made
-    made.runner.run(made.rig.close())
-    made.runner.close()
-
-
-@pytest.mark.parametrize("policy", ["verl-hybrid", "areal-async", "areal-async,admit.eta=1,admit.C=6"])
-def test_a_run_is_clean_replays_and_its_tokens_agree(bench: Bench, tmp_path: Path, policy: str) -> None:
-    path = tmp_path / "run.jsonl"
-    end = bench.runner.run(perform(bench.rig, parse(policy), 3, path))[1]
-    assert end.ok, end.why
-    report = check(Reader(path))
-    assert report.ok, report.violations[:2]
-    assert replay(Reader(path)).divergence is None
-    events = list(Reader(path).events())
-    found = audit(events, logged(path))
-    assert found.good, (found.labels, found.installs)
-    if "eta=1" in policy:
-        called = {r for e in events if isinstance(e, Abort) and e.fate == "resume" for r in e.rollouts}
-        resumed = {w.rollout for e in events if isinstance(e, Generate) for w in e.work if w.have}
-        assert called & resumed
-        assert found.mixed
-    assert not any(isinstance(e, Segment) and e.end == "error" for e in events)
-    assert Reader(path).manifest.versions["sglang"] == "0.5.23"
