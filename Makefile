@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo venv engines test check bench traces nightly clean
+.PHONY: demo venv engines test check bench bench-vllm traces nightly clean
 
 demo: venv  ## run the main job for real on the embedded engine and compare it with its simulation
 	$(BIN)/rlsched validate verl-hybrid areal-async areal-async,admit.eta=1 --output out/demo $(ARGS)
@@ -40,7 +40,7 @@ $(ENGINES)/sglang/.installed: real/engines/requirements-sglang.txt real/engines/
 		echo 'import rlsched_sglang_shim' > "$$site/rlsched_sglang_shim.pth"
 	touch $@
 
-test: venv  ## all tests; vLLM and SGLang, too, where `make engines` has put them
+test: venv  ## all tests, vLLM and SGLang included where `make engines` has put them
 	RLSCHED_DATA="$(RLSCHED_DATA)" $(BIN)/python -m pytest
 
 check: venv  ## style, types and floors, on a non-editable install: on an editable one sim and real aren't seen
@@ -51,6 +51,9 @@ check: venv  ## style, types and floors, on a non-editable install: on an editab
 bench: venv  ## speed of engine, controller and checker
 	$(BIN)/python tests/bench_engine.py
 	$(BIN)/python tests/bench.py
+
+bench-vllm: venv engines  ## tokens a second through rlsched, against the same requests sent straight to vLLM
+	$(BIN)/python tests/bench_vllm.py
 
 traces: venv engines  ## record traces/ anew: both presets, and the second at eta = 1, on every engine
 	for engine in transformers vllm sglang; do \

@@ -35,8 +35,8 @@ def run(
     policy
         ``name[,slot.field=value…]``, ``path.py:attribute`` or ``module:attribute``.
     engine
-        ``transformers`` is the embedded one; ``vllm`` and ``sglang`` run in environments of their own (see
-        ``rlsched engines``). Left out, it is the job's.
+        ``transformers`` is the embedded one; ``vllm``, ``vllm-async``, ``vllm-server`` and ``sglang`` run in
+        environments of their own (docs/engines.md). Left out, it is the job's.
     interpreter
         The Python that has the engine, if it isn't where ``rlsched engines`` looks.
     config
@@ -114,8 +114,8 @@ def validate(
     policies
         The first one is the base of the ratios.
     engine
-        ``transformers`` is the embedded one; ``vllm`` and ``sglang`` run in environments of their own (see
-        ``rlsched engines``). Left out, it is the job's.
+        ``transformers`` is the embedded one; ``vllm``, ``vllm-async``, ``vllm-server`` and ``sglang`` run in
+        environments of their own (docs/engines.md). Left out, it is the job's.
     interpreter
         The Python that has the engine, if it isn't where ``rlsched engines`` looks.
     config

@@ -1,8 +1,8 @@
-"""Whole scheduled runs on every engine but the embedded one, on canary weights: both presets, at η = 1 with every fate of
-the requests that an update meets. Each token is compared with its segment and with what was installed.
+"""Whole scheduled runs on every engine but the embedded one, on canary weights: both presets, at η = 1 with every fate
+of the requests that an update meets. Each token is compared with its segment and with what was installed.
 
-Three minutes for vLLM and SGLang on two idle cores, most of it the start of servers; the other two ways to run vLLM are
-nightly.
+A minute and a half for vLLM and SGLang on two idle cores, most of it the start of servers; the other two ways to run
+vLLM are nightly.
 """
 
 from __future__ import annotations
