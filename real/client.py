@@ -143,7 +143,9 @@ class EngineClient(Client):
 
     async def pause(self, mode: commands.PauseMode = "keep") -> answers.Progress:
         """Stand still at the next step boundary; `mode` says what becomes of live requests."""
-        return await self._ask(commands.Pause(mode), answers.Progress)
+        # Whoever is waited for may have long to go.
+        limit_s = self._channel.limits.work_s if mode == "wait" else None
+        return await self._ask(commands.Pause(mode), answers.Progress, limit_s)
 
     async def resume(self) -> answers.Progress:
         """Go on."""

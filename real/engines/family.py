@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ..child import PR_SET_PDEATHSIG
+from ..processes import descendants
 
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -70,12 +71,7 @@ class Family:
 
     def pids(self) -> list[int]:
         """All its processes, parents first."""
-        found = [self._process.pid]
-        for pid in found:
-            with contextlib.suppress(OSError):
-                for task in Path(f"/proc/{pid}/task").iterdir():
-                    found += [int(child) for child in (task / "children").read_text().split()]
-        return found
+        return descendants(self._process.pid)
 
     def stopped(self) -> list[int]:
         """Its processes that somebody has stopped (SIGSTOP)."""

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .family import Family, adopt_orphans
+from .family import Family, adopt_orphans, free_port, gone
 from .http import HttpError, Silent, ask
 
 SERVER = "rlsched.real.engines.sglang_server"
@@ -75,19 +74,5 @@ class Server(Family):
 
     async def ended(self) -> int:
         """Wait for the end of its first process; its exit code."""
-        watch, ended = os.pidfd_open(self._process.pid), asyncio.Event()
-        loop = asyncio.get_running_loop()
-        loop.add_reader(watch, ended.set)
-        try:
-            await ended.wait()
-        finally:
-            loop.remove_reader(watch)
-            os.close(watch)
+        await gone(self._process.pid)
         return self._process.wait()
-
-
-def free_port() -> int:
-    """A port on the loopback that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

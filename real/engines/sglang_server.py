@@ -13,10 +13,8 @@ spawns its other processes, which import the main module anew: so the stand-ins 
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import os
-import signal
 import socket
 import sys
 import time
@@ -26,9 +24,9 @@ from typing import Any
 import msgspec
 
 from ..answers import Step
-from ..child import PR_SET_PDEATHSIG
 from ..pacing import Pacer
 from . import sglang_shim
+from .family import die_with_parent
 from .link import LINK, Obeyed, Order, Record, Stepped, Stood, Taken, Terms, Totals, frame, unframe
 
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
@@ -162,7 +160,7 @@ def work(batch: Any) -> tuple[int, int, int]:
 
 def prepare() -> None:
     """Make a process of the server ready: it dies with its parent, has the stand-ins, and the hook if one is wanted."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     sglang_shim.install()
     if LINK in os.environ:
         Hook(msgspec.json.decode(os.environ[LINK], type=Terms)).register()
