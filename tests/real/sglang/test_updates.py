@@ -12,7 +12,8 @@ pytest.importorskip("transformers")
 
 from rlsched.real.canary import BOS, Claim, mismatches
 from rlsched.real.canary_forger import Forger
-from rlsched.real.client import CommandFailed, EngineClient
+from rlsched.real.channel import CommandFailed
+from rlsched.real.client import EngineClient
 from rlsched.real.commands import Sample
 from rlsched.real.model import build
 from rlsched.real.transport import BroadcastBuckets, Buckets, Checkpoints, SharedBuckets

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from rlsched.real.client import CommandFailed
+from rlsched.real.channel import CommandFailed
 from tests.real.sglang.conftest import scheduler_of, server_of
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(1800)]
