@@ -609,3 +609,27 @@ def test_a_recorded_run_on_cores_gives_the_same_steps(
     if reader.manifest.labels["device"] != "cores":
         pytest.skip("the engine is not on cores")
     assert rows(pick(states(reader.manifest, reader.events()))) == expected
+
+
+TRACES = Path(__file__).parent.parent / "traces"
+KEPT = {"released by level-2 sleep": "asleep at level 2, nothing released"}
+"""What a sleep is called where nothing is given back: of vLLM and SGLang on a CPU."""
+
+
+@pytest.mark.parametrize(
+    ("trace", "expected"),
+    [
+        ("transformers-verl-hybrid", named(VERL)),
+        ("vllm-verl-hybrid", named(VERL, **KEPT)),
+        ("sglang-verl-hybrid", named(VERL, **KEPT)),
+        ("transformers-areal-async_admit.eta_1", named(at_eta(1, AREAL))),
+        ("vllm-areal-async_admit.eta_1", named(at_eta(1, AREAL))),
+        ("sglang-areal-async_admit.eta_1", named(at_eta(1, AREAL))),
+    ],
+)
+def test_the_recorded_traces_give_the_same_steps(trace: str, expected: list[Row]) -> None:
+    """On every engine the six steps of the document, and no label that claims a GPU."""
+    reader = Reader(TRACES / f"{trace}.jsonl.zst")
+    found = rows(pick(states(reader.manifest, reader.events())))
+    assert found == expected
+    assert not any(word in text for row in found for text in row for word in ("GPU", "CUDA", "NCCL", "HYBRID"))
