@@ -3,8 +3,8 @@
 After each: no rollout lost or trained twice, no stale replica served, the run goes on or ends with one line, and no
 process, shared memory or folder is left. A rig of two engines serves a module's faults; it starts again what died.
 
-Measured with every fault once, on two cores that were busy with other things: 2 minutes on the embedded engine, 4 on
-vLLM, and 17 on SGLang, at a load of 20, where most is the start of servers. Ten times in a row: ten times that.
+The daily ones took four minutes and a half for all three engines, on two idle cores, most of it the start of servers.
+Ten times in a row: hours.
 """
 
 from __future__ import annotations
