@@ -1,5 +1,6 @@
 """The job of a real run: what is generated and trained, on which model, held to which minima."""
 
+import re
 from pathlib import Path
 
 from msgspec import Struct
@@ -55,6 +56,9 @@ class Setup(Struct, frozen=True, forbid_unknown_fields=True):
     """Lengths are the workload's and end-of-sequence is ignored: for comparison. False: rollouts stop by themselves."""
 
     def __post_init__(self) -> None:
+        for where, device in (("engine", self.engine.device), ("trainer", self.trainer.device)):
+            if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+                raise InputError(f"{where}.device is {device!r}: it must be cpu, cuda or cuda:N")
         if kind(self.engine.device) != kind(self.trainer.device):
             raise InputError(
                 f"engine.device is {self.engine.device} and trainer.device {self.trainer.device}: weights travel only"

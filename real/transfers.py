@@ -32,6 +32,12 @@ class Transfers:
         self._now = now
         self._down = down
         self._moved = moved
+        self.orphaned = False
+        """The trainer is gone: its end has answered every transfer, and nothing more is told of them."""
+
+    def _tell(self, fact: AnyFact) -> None:
+        if not self.orphaned:
+            self._post(fact)
 
     async def carry(self, command: Transfer) -> None:
         """Bring a version to those that live; when one dies amid a broadcast the others' is torn, and repeated.
@@ -45,7 +51,7 @@ class Transfers:
             if len(self._down) == lost:
                 break
         why = "; ".join(f"engine {e}: {error}" for e, error in failed.items() if e not in self._down)
-        self._post(Done(self._now(), command.id, not why, why))
+        self._tell(Done(self._now(), command.id, not why, why))
 
     async def _push(self, command: Transfer, engines: list[int]) -> dict[int, str]:
         """Bring a version to ``engines``; what failed there."""
@@ -54,10 +60,10 @@ class Transfers:
 
         def arrived(name: str, index: int, size: int, ns: int) -> None:
             if targets[name] not in self._down:
-                self._post(Bucket(self._now(), command.id, targets[name], index, size, ns))
+                self._tell(Bucket(self._now(), command.id, targets[name], index, size, ns))
 
         for e in engines:
-            self._post(Updating(self._now(), command.id, e, command.version))
+            self._tell(Updating(self._now(), command.id, e, command.version))
         clients = [self._rig.engines[e] for e in engines]
         pushed = await buckets.push(self._rig.trainer, clients, command.version, on_bucket=arrived)
         for name, e in targets.items():
@@ -65,10 +71,10 @@ class Transfers:
                 continue
             update = pushed.updated.get(name)
             if update is None:
-                self._post(Installed(self._now(), command.id, e, command.version, 0, ok=False))
+                self._tell(Installed(self._now(), command.id, e, command.version, 0, ok=False))
                 continue
             if moved := self._moved(e, update.live):
                 raise WorldError(f"{name} made tokens amid an update: {moved}")
             self.installed[e] = command.version
-            self._post(Installed(self._now(), command.id, e, command.version, update.bytes))
+            self._tell(Installed(self._now(), command.id, e, command.version, update.bytes))
         return {targets[name]: str(error) or type(error).__name__ for name, error in pushed.failed.items()}

@@ -184,6 +184,8 @@ class World:
             for id in self._requests.lose(engine):
                 if id not in self._group_of:
                     self._rollouts.forget(range(id, id + 1))
+        else:
+            self._transfers.orphaned = True
         self.post(Down(self._now(), engine, str(error)))
         if len(self._down) == len(self._queues):
             self._fail(f"no engine is left: {error}")

@@ -15,7 +15,7 @@ from rlsched.real.installs import engine as look
 pytestmark = [pytest.mark.real, pytest.mark.timeout(1800)]  # needs `make engines`
 
 
-KINDS = ("vllm", "vllm-async", "sglang", pytest.param("vllm-server", marks=pytest.mark.nightly))
+KINDS = ("vllm", "sglang", *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("vllm-async", "vllm-server")))
 
 
 @pytest.fixture(scope="module", params=KINDS)

@@ -23,8 +23,8 @@ def test_the_embedded_engine_says_what_it_can_do() -> None:
 
 
 def test_an_engine_that_can_not_start_is_one_clear_line() -> None:
-    with pytest.raises(InputError, match=r"engine transformers doesn't start: .*mps"):
-        asyncio.run(capabilities("transformers", EngineConfig(device="mps")))
+    with pytest.raises(InputError, match=r"^engine transformers doesn't start: transformers \(pid \d+\) died: [^\n]+$"):
+        asyncio.run(capabilities("transformers", EngineConfig(page_size=-1)))
 
 
 def test_a_quick_look_starts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -45,4 +45,8 @@ def test_a_job_names_its_engine_and_where_it_is(tmp_path: Path, capsys: pytest.C
     assert ended.value.code == 2
     assert "engine sglang: no /no/python: make engines" in capsys.readouterr().err
     assert load(job, engine="vllm").engine_kind == "vllm"
+    job.write_text('[engine]\ndevice = "mps"\n')
+    with pytest.raises(InputError, match=r"job.toml: engine.device is 'mps': it must be cpu, cuda or cuda:N"):
+        load(job)
+    job.write_text('interpreter = "/no/python"\n')
     assert load(job).interpreter == "/no/python"

@@ -451,6 +451,7 @@ def histories(start: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     return asyncio.run(all_of_them())
 
 
+@pytest.mark.nightly
 def test_whole_runs_are_clean_and_replay(histories):
     for path in histories.values():
         report = check(Reader(path))
@@ -463,6 +464,7 @@ def test_whole_runs_are_clean_and_replay(histories):
         assert installed == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.nightly
 def test_an_asynchronous_run_aborts_and_resumes(histories):
     events = list(Reader(histories["areal-async,admit.eta=1"]).events())
     segments: dict[int, list[Segment]] = {}
