@@ -8,7 +8,7 @@ The last line is one JSON object. Ratios to the bare SimPy loop are of this run:
 
 import argparse
 import json
-import resource
+import re
 import subprocess
 import sys
 import tempfile
@@ -85,7 +85,9 @@ def main() -> None:
         folder = Path(name)
         if options.memory:
             rollouts_per_s(main_policy, scenario(options.memory), folder)
-            print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+            # Not `ru_maxrss`, which a process has from the one that started it.
+            (peak,) = re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+            print(int(peak) / 1024)
             return
         bare = median(simpy_timeouts_per_s() for _ in range(3))
         rates = [rollouts_per_s(main_policy, scenario(12), folder)[0] for _ in range(5)]
