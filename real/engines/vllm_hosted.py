@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from .. import answers, commands
 from . import Capabilities
 from .hosted import HostedEngine
 from .vllm_arguments import pages
@@ -40,11 +39,8 @@ class VllmHosted(HostedEngine):
         landing = VllmLanding(self._config.model)
         return landing, VllmDriver(self._config, landing, self._port_to_vllm(), self._tell)
 
-    async def _execute(self, command: commands.Command) -> answers.Result:
-        result = await super()._execute(command)
-        if isinstance(command, commands.Reset):
-            await self._driver.seed(command.seed)
-        return result
+    async def _reseed(self, seed: int) -> None:
+        await self._driver.seed(seed)
 
     def capabilities(self) -> Capabilities:
         """What it can do here."""

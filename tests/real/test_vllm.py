@@ -26,6 +26,7 @@ from rlsched.real.installs import RECIPES
 from rlsched.real.installs import engine as look
 from rlsched.real.job import engines, perform
 from rlsched.real.model import CANARY, ModelSpec, build
+from rlsched.real.processes import descendants
 from rlsched.real.rig import Rig
 from rlsched.real.setup import Setup
 from rlsched.real.transport import BroadcastBuckets, Buckets, Checkpoints, SharedBuckets
@@ -484,22 +485,13 @@ def test_an_asynchronous_run_aborts_and_resumes(histories):
 # ---------------------------------------------------------------- processes
 
 
-def offspring(pid: int) -> set[int]:
-    """All living descendants of a process."""
-    found = set()
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in map(int, (task / "children").read_text().split()):
-            found |= {child} | offspring(child)
-    return found
-
-
 def test_a_killed_child_leaves_no_process(careless, prompt):
     bare, home = careless
 
     async def killed():
         await bare.submit("r", prompt(0), 900)
         await home.until_generated(bare, 1)
-        family = {bare.child.pid} | offspring(bare.child.pid)
+        family = set(descendants(bare.child.pid))
         bare.child.kill()
         while not home.deaths:
             await asyncio.sleep(0.01)
